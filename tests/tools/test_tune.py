@@ -17,7 +17,8 @@ from polyattn.errors import SettingsError
 from polyattn.families.attention.roofline import visible_pairs
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
-from polyattn.selection.prediction import Predictor, StepShape, shape_of_step
+from polyattn.registry.timings import read_table
+from polyattn.selection.prediction import Form, Predictor, StepShape, shape_of_step
 from polyattn.settings import Settings
 from polyattn.spec.timing import TERMS, TimingModel
 from polyattn.tools.cli.models import bundled
@@ -61,7 +62,7 @@ def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> N
     truth = (6.0, 0.02, 4e-7, 3e-5, 2e-9, 5e-6)
     made = fit(points(kind, overlap, truth, 0.02))
     assert made is not None and made.error < 0.03
-    assert made.overlap == overlap
+    assert made.form.overlap == overlap
     assert all(value >= 0 for value in made.coefficients)
     # Of other layers and lengths, which it hasn't seen.
     other = LayerSpec(num_heads=28, num_kv_heads=4, head_size=64)
@@ -93,16 +94,17 @@ def test_the_fit_predicts_as_the_choice_does() -> None:
             model = TimingModel("A", "short", coefficients, overlap, whole=whole, by_run=by_run)
             predictor = Predictor(spec, [model])
             among = predictor.among("short", ["A"])
-            table = features([Point(spec, shape, 1.0, 0) for shape in shapes], whole, by_run)
+            table = features(
+                [Point(spec, shape, 1.0, 0) for shape in shapes], Form(overlap, whole, by_run)
+            )
             found = predict(table, np.array(coefficients), overlap)
             expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
             np.testing.assert_allclose(found, expected)
             terms = [sum(predictor.terms("short", "A", shape).values()) for shape in shapes]
             np.testing.assert_allclose(terms, expected)
-            (_, weights, *rest) = among[0]
-            slower = (("B", tuple(1.01 * w for w in weights), *rest), *among)
+            slower = (among[0]._replace(name="B", factor=1.01), *among)
             assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
-            faster = (("B", tuple(0.99 * w for w in weights), *rest), *among)
+            faster = (among[0]._replace(name="B", factor=0.99), *among)
             assert {predictor.fastest(faster, shape) for shape in shapes} == {"B"}
 
 
@@ -121,11 +123,11 @@ def test_a_fit_finds_from_how_many_tiles_on_keys_stay_whole() -> None:
     made = fit(found)
     assert made is not None and made.error < 0.03
     between = sorted({p.shape.tiles for p in found})
-    assert not [n for n in between if min(256, made.whole) <= n < max(256, made.whole)]
+    assert not [n for n in between if min(256, made.form.whole) <= n < max(256, made.form.whole)]
     # Rows enough and one much longer than the rest: as long as that one alone takes.
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=64)
-    predictor = Predictor(spec, [TimingModel("A", "decode", made.coefficients, made.overlap,
-                                             whole=made.whole)])  # fmt: skip
+    cutting = replace(cutting, coefficients=made.coefficients, **made.form._asdict())
+    predictor = Predictor(spec, [cutting])
     among = predictor.among("decode", ["A"])
     few, many = (
         predictor.evaluate(among, shape_of_step(spec, [1] * n, [100_000] + [100] * (n - 1)))["A"]
@@ -247,7 +249,7 @@ def measurements(truths: dict[str, tuple[float, ...]], noise: float) -> list[Mea
                 if sample.kind == "decode":
                     m = Measurement(spec, step, sample, name, 1.0)
                     among = predictor.among("decode", [name])
-                    us = predictor.evaluate(among, m.point.shape)[name]
+                    us = predictor.evaluate(among, m.point().shape)[name]
                     made.append(replace(m, us=us * source.lognormvariate(0, noise)))
     return made
 
@@ -286,7 +288,7 @@ def test_each_backend_has_a_margin_of_its_own() -> None:
     }
     by_class = {
         (layer, "decode", name): (
-            Fit((1.0,) * 6, False, 0, False, tuple(p for p, _ in values), 0.0),
+            Fit((1.0,) * 6, Form(), tuple(p for p, _ in values), 0.0),
             [Measurement(spec, step, sample, name, us) for step, (_, us) in enumerate(values)],
         )
         for name, values in truth.items()
@@ -310,14 +312,37 @@ def test_launches_by_run_are_told_from_launches_by_call() -> None:
             ):
                 sample = StepSample("prefill", "x", tuple(lens), tuple(lens))
                 m = Measurement(spec, step, sample, "A", 1.0)
-                shape = m.point.shape
+                shape = m.point().shape
                 us = predictor.evaluate(among, shape)["A"] * source.lognormvariate(0, 0.02)
                 made.append(replace(m, us=us, host=100.0 * (shape.runs if by_run else 1)))
         ((key, (fitted, members)),) = fits(made).items()
-        assert fitted.by_run == by_run
+        assert fitted.form.by_run == by_run
         by_class = {(*key[:2], "TORCH_SDPA"): (fitted, members)}
         (model,) = tables.table(by_class, resolve_device("cpu"), discover())["models"]
-        assert (model["by_run"], model["host"]) == (by_run, 100.0)
+        assert (model.get("by_run", False), model["host"]) == (by_run, 100.0)
+
+
+@pytest.mark.parametrize("deal", ["even", "cut", "pages"])
+def test_a_fit_finds_how_latents_are_dealt_out(deal: str, tmp_path: Path) -> None:
+    truth, source, made = (20.0, 8.0, 6e-8, 1e-4, 3e-9, 1e-6), random.Random(6), []
+    latent = LatentSpec(rank=512, rope_head_size=64)
+    for heads in (16, 32, 128):
+        spec = LayerSpec(kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent)
+        model = TimingModel("A", "decode", truth, deal=deal, processors=132)
+        among = Predictor(spec, [model]).among("decode", ["A"])
+        for step, sample in enumerate(samples(SIZE, 5, TRACE, counts_of(spec))):
+            if sample.kind == "decode":
+                m = Measurement(spec, step, sample, "A", 1.0)
+                us = Predictor.evaluate(among, m.point(132).shape)["A"]
+                made.append(replace(m, us=us * source.lognormvariate(0, 0.01)))
+    ((key, (fitted, members)),) = fits(made, 132).items()
+    assert fitted.form.deal == deal and fitted.error < 0.02
+    # The table says to how many processors.
+    by_class = {(*key[:2], "TORCH_SDPA"): (fitted, members)}
+    tables.write(tables.table(by_class, resolve_device("h200"), discover(), 132), tmp_path / "t")
+    (entry,) = read_table(tmp_path / "t").entries
+    assert (entry.model.deal, entry.model.processors) == (deal, 132)
+    assert fits(made)[key][0].form.deal == ""  # of a chip whose processors aren't known
 
 
 def test_a_margin_is_beaten_or_not() -> None:

@@ -20,13 +20,13 @@ from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.kinds import ITEM_BYTES, AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TERMS, TimingModel
+from polyattn.spec.timing import DEALS, KINDS, TERMS, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
 MEASURED = (AttentionKind.ATTENTION, AttentionKind.MLA)
 MOST_SOURCES = 64
-MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
+MOST_BYTES, MOST_MODELS, MOST_TILES, MOST_PROCESSORS = 1 << 23, 4096, 1 << 30, 4096
 """What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
 FARTHEST = 4.0
 """How far, by `distance`, a class may be from a layer that is judged by its times: heads of 128 speak for
@@ -283,7 +283,7 @@ def read_table(path: Path) -> TimingTable:
     entries = []
     for index, entry in enumerate(models):
         try:
-            model, layer, of = _model(entry, str(path))
+            model, layer, of = _model(entry, str(path), device.get("processors", 0))
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             problems.append(f"models[{index}]: {describe(error)}")
             continue
@@ -300,7 +300,9 @@ def read_table(path: Path) -> TimingTable:
     )
 
 
-def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any], ...], list[str]]:
+def _model(
+    entry: Any, source: str, processors: Any
+) -> tuple[TimingModel, tuple[tuple[str, Any], ...], list[str]]:
     backend, kind, coefficients = entry["backend"], entry["kind"], entry["coefficients"]
     if not isinstance(backend, str) or kind not in KINDS:
         raise ValueError(f"backend={backend!r}, kind={kind!r}; a kind is one of {', '.join(KINDS)}")
@@ -329,10 +331,21 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     by_run = entry.get("by_run", False)
     if not isinstance(by_run, bool):
         raise ValueError(f"by_run={shown(by_run)} must be true or false")
+    deal = entry.get("deal", "")
+    if deal not in ("", *DEALS):
+        raise ValueError(f"deal={shown(deal)} must be empty or one of {', '.join(DEALS)}")
+    many = isinstance(processors, int) and not isinstance(processors, bool)
+    if deal and not (many and 0 < processors <= MOST_PROCESSORS):
+        raise ValueError(
+            f"deal={shown(deal)} needs the device's processors, 1 to {MOST_PROCESSORS}; they are "
+            f"{shown(processors)}"
+        )
     level = str(layer.get(LEVEL, ""))
     model = TimingModel(
         backend.upper(), kind, values, overlap, error, source, margin, whole, level, host, by_run
     )
+    if deal:
+        model = replace(model, deal=deal, processors=processors)
     return model, tuple(sorted(layer.items())), of
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polyattn.selection.prediction import Predictor, kind_of_step, shape_of_step
+from polyattn.selection.prediction import Predictor, kind_of_step
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import step_choice
 from polyattn.spec.kinds import Invariance
@@ -35,8 +35,9 @@ def times(
         if info is None:
             continue
         if choice is None:
-            shape = shape_of_step(selection.spec, queries, lens)
-            weighed = predictor.among(kind_of_step(queries, lens), [info.name])
+            kind = kind_of_step(queries, lens)
+            shape = predictor.shape(kind, queries, lens)
+            weighed = predictor.among(kind, [info.name])
             by_phase[phase] = info.name, predictor.evaluate(weighed, shape).get(info.name)
         else:
             call = choice.calls(queries, lens)[0]
@@ -55,8 +56,8 @@ def by_times(
         return names
     _, queries, lens = STEPS[phase]
     predictor = Predictor(spec, [m for m in models if m.level])
-    candidates = predictor.among(kind_of_step(queries, lens), names)
-    us = predictor.evaluate(candidates, shape_of_step(spec, queries, lens))
+    kind = kind_of_step(queries, lens)
+    us = predictor.evaluate(predictor.among(kind, names), predictor.shape(kind, queries, lens))
     turns = iter(sorted((name for name in names if name in us), key=us.__getitem__))
     return tuple(next(turns) if name in us else name for name in names)
 

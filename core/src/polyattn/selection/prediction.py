@@ -5,17 +5,21 @@ does the other three at the same time: bytes of keys and values, the longest row
 add up, or where a kernel hides them behind one another, the largest counts. The longest row counts from
 so many tiles on: with fewer, a backend cuts its keys. The coefficients are fitted to measured times
 (`polyattn tune`). They choose among right backends only.
+
+Where it is known how a library cuts keys (`dealing`), products are those of the fullest processor,
+the longest row counts by its parts, and items by whether anything is merged.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from polyattn.selection.dealing import deal
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
@@ -35,7 +39,8 @@ class StepShape(NamedTuple):
 
     `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
     those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
-    heads. `runs` counts runs of neighbouring rows of equal lengths, of decodes each row.
+    heads. `runs` counts runs of neighbouring rows of equal lengths, of decodes each row. `dealt`: the
+    shape as a way of dealing keys out makes it, by its name.
     """
 
     rows: int
@@ -45,25 +50,19 @@ class StepShape(NamedTuple):
     pairs: int
     tiles: int
     runs: int
+    dealt: Mapping[str, StepShape] = {}
 
 
-def counts(shape: StepShape, whole: int = 0, by_run: bool = False) -> tuple[int, ...]:
-    """Return what each of `TERMS` counts in a call. `whole`, `by_run`: as in `TimingModel`."""
-    longest = shape.longest if shape.tiles >= whole else 0
-    return (
-        shape.runs if by_run else 1,
-        shape.rows,
-        shape.keys,
-        longest,
-        shape.pairs,
-        shape.queries,
-    )
+NO_DEALS: Mapping[str, int] = {}
+"""Ways of dealing keys out that a step's shape has, by name, and the processors to which: none."""
 
 
-def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
+def shape_of_decodes(
+    spec: LayerSpec, lens: Ints, longest: int | None = None, deals: Mapping[str, int] = NO_DEALS
+) -> StepShape:
     """Return the shape of a call over rows of one query token and so many keys.
 
-    `longest`: the largest of `lens`, where it is known.
+    `longest`: the largest of `lens`, where it is known. `deals`: as `NO_DEALS`.
     """
     lens = np.asarray(lens, np.int64)
     rows, seen = len(lens), _seen(spec, 1)
@@ -73,17 +72,25 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     keys = int(lens.sum())
     group, kv_heads = _heads(spec)
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
-    return StepShape(rows, rows, keys, longest, pairs, rows * kv_heads * -(-group // TALL), rows)
+    tiles = rows * kv_heads * -(-group // TALL)
+    shape = StepShape(rows, rows, keys, longest, pairs, tiles, rows)
+    return _dealt(spec, shape, np.ones(rows, np.int64), lens, deals) if deals else shape
 
 
-def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, count_runs: bool = True) -> StepShape:
+def shape_of_step(
+    spec: LayerSpec,
+    queries: Ints,
+    lens: Ints,
+    count_runs: bool = True,
+    deals: Mapping[str, int] = NO_DEALS,
+) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys.
 
-    `count_runs`: else each row is one, where nobody launches by run.
+    `count_runs`: else each row is one, where nobody launches by run. `deals`: as `NO_DEALS`.
     """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
-        return StepShape(0, 0, 0, 0, 0, 0, 0)
+        return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, deals)
     seen, most = _seen(spec, 0), int(q.max())
     runs = len(q)
     if count_runs and most > 1:
@@ -102,7 +109,25 @@ def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints, count_runs: bool =
             over = np.maximum(n - seen - 1, 0)
             pairs -= int(over @ (over + 1)) // 2
     tiles = int((-(-q * group // TALL)).sum()) * kv_heads
-    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
+    shape = StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
+    return _dealt(spec, shape, q, n, deals) if deals else shape
+
+
+def _dealt(
+    spec: LayerSpec,
+    shape: StepShape,
+    queries: npt.NDArray[np.int64],
+    lens: npt.NDArray[np.int64],
+    deals: Mapping[str, int],
+) -> StepShape:
+    """Add the shapes that ways of dealing keys out make of a step."""
+    if not shape.keys:
+        return shape._replace(dealt=dict.fromkeys(deals, shape))
+    shapes = {}
+    for name, processors in deals.items():
+        counts = deal(name, spec, queries, lens, _seen(spec, 0), processors)
+        shapes[name] = shape._replace(**counts._asdict())
+    return shape._replace(dealt=shapes)
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -116,10 +141,66 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float, int, bool, float]
-"""A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
-by before it is compared (`TimingModel.margin`), `TimingModel.whole` and `by_run`, and its host's
-microseconds."""
+class Form(NamedTuple):
+    """How terms make up a time: these fields of `TimingModel`."""
+
+    overlap: bool = False
+    whole: int = 0
+    by_run: bool = False
+    deal: str = ""
+
+
+def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
+    """Return what gives a call's microseconds on the device. Each decode of an engine asks."""
+    launch, item, byte, chain, product, token = weights
+    overlap, whole, by_run, deal = form
+
+    def us(shape: StepShape) -> float:
+        rows, queries, keys, longest, pairs, tiles, runs, dealt = shape
+        if deal:
+            rows, queries, _, longest, pairs, *_ = dealt[deal]
+        busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
+        if not overlap:
+            busy += b + c
+        else:
+            busy = b if b > busy else busy
+            busy = c if c > busy else busy
+        start = launch * runs if by_run else launch
+        return start + item * rows + token * queries + busy
+
+    return us
+
+
+def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, float]:
+    """Return the microseconds of each term, by the names of `TERMS`; 0 of what another one hides."""
+    values = {}
+    for index, term in enumerate(TERMS):
+        alone = [0.0] * len(TERMS)
+        alone[index] = weights[index]
+        values[term] = timer(alone, form)(shape)
+    if form.overlap:
+        counted = max(OVERLAPPING, key=values.__getitem__)
+        values |= {term: 0.0 for term in OVERLAPPING if term != counted}
+    return values
+
+
+class Weighed(NamedTuple):
+    """A backend, what gives its time for layers of one spec, and how that is compared.
+
+    `factor`: what the time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of
+    each run with `by_run`.
+    """
+
+    name: str
+    us: Callable[[StepShape], float]
+    factor: float
+    host: float
+    by_run: bool
+
+
+def form_of(model: TimingModel) -> Form:
+    """Return a model's form."""
+    return Form(model.overlap, model.whole, model.by_run, model.deal)
 
 
 class Price(NamedTuple):
@@ -141,73 +222,59 @@ class Predictor:
         self.spec, models = spec, tuple(models)
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run for model in models)
-        self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
+        self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        self._models = {(model.kind, model.backend): model for model in models}
+        self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            weighed = (
-                model.backend,
-                model.weights(spec),
-                model.overlap,
-                1 + model.margin,
-                model.whole,
-                model.by_run,
-                model.host or slowest,
+            us = timer(model.weights(spec), form_of(model))
+            if model.deal:
+                self.deals[model.kind][model.deal] = model.processors
+            self._weighed[model.kind][model.backend] = Weighed(
+                model.backend, us, 1 + model.margin, model.host or slowest, model.by_run
             )
-            self._weights[model.kind][model.backend] = weighed
+
+    def shape(self, kind: str, queries: Ints, lens: Ints) -> StepShape:
+        """Return the shape of a call of a kind, as far as its models look at it."""
+        return shape_of_step(self.spec, queries, lens, self.by_run, self.deals[kind])
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
         """Return those of some backends that have a model for a kind of call."""
-        known = self._weights[kind]
+        known = self._weighed[kind]
         return [known[name] for name in dict.fromkeys(names) if name in known]
 
     @staticmethod
     def captured(candidates: Iterable[Weighed]) -> list[Weighed]:
         """Return the candidates of a call that is replayed from a graph, without a host's time."""
-        return [(*weighed[:-1], 0.0) for weighed in candidates]
+        return [weighed._replace(host=0.0) for weighed in candidates]
 
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds on the device for a call of this shape."""
-        rows, queries, keys, longest, pairs, tiles, runs = shape
-        values = {}
-        for name, weights, overlap, _, whole, by_run, _ in candidates:
-            launch, item, byte, chain, product, token = weights
-            if by_run:
-                launch *= runs
-            a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
-            busy = max(a, b, c) if overlap else a + b + c
-            values[name] = launch + item * rows + token * queries + busy
-        return values
+        return {weighed.name: weighed.us(shape) for weighed in candidates}
 
     @classmethod
     def prices(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
         """Return each candidate's price for a call of this shape."""
         times = cls.evaluate(candidates, shape)
         return {
-            name: Price(times[name], times[name] * factor, host * shape.runs if by_run else host)
-            for name, _, _, factor, _, by_run, host in candidates
+            w.name: Price(
+                times[w.name],
+                times[w.name] * w.factor,
+                w.host * shape.runs if w.by_run else w.host,
+            )
+            for w in candidates
         }
 
     @staticmethod
     def fastest(
         candidates: Iterable[Weighed], shape: StepShape, least: float = float("inf")
     ) -> str:
-        """Return whose time is the least, margins and hosts counted; "" where none is below `least`.
-
-        Each decode of an engine asks.
-        """
-        rows, queries, keys, longest, pairs, tiles, runs = shape
+        """Return whose time is the least, margins and hosts counted; "" where none is below `least`."""
         fastest = ""
-        for name, weights, overlap, factor, whole, by_run, host in candidates:
-            launch, item, byte, chain, product, token = weights
+        for name, us_of, factor, host, by_run in candidates:
+            us = us_of(shape) * factor
             if by_run:
-                launch, host = launch * runs, host * runs
-            busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
-            if not overlap:
-                busy += b + c
-            else:
-                busy = b if b > busy else busy
-                busy = c if c > busy else busy
-            us = (launch + item * rows + token * queries + busy) * factor
+                host *= shape.runs
             us = host if host > us else us
             if us < least:
                 least, fastest = us, name
@@ -215,17 +282,8 @@ class Predictor:
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _, whole, by_run, _ = self._weights[kind][name]
-        values = {
-            term: weight * count
-            for term, weight, count in zip(
-                TERMS, weights, counts(shape, whole, by_run), strict=True
-            )
-        }
-        if overlap:
-            counted = max(OVERLAPPING, key=values.__getitem__)
-            values |= {term: 0.0 for term in OVERLAPPING if term != counted}
-        return values
+        model = self._models[kind, name]
+        return terms(model.weights(self.spec), form_of(model), shape)
 
 
 def kind_of_step(queries: Ints, lens: Ints) -> str:

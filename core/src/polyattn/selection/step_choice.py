@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from polyattn.selection.prediction import (
     Weighed,
     kind_of_step,
     shape_of_decodes,
-    shape_of_step,
 )
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import GraphCapture
@@ -77,13 +75,13 @@ class StepChoice:
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
         self.predictor = Predictor(spec, models)
-        self._shape = partial(shape_of_step, spec, count_runs=self.predictor.by_run)
+        self._deals = self.predictor.deals["decode"]
         decode, prefill = phases["decode"], phases["prefill"]
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
-        if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
+        if chosen.get("decode") not in [weighed.name for weighed in self._decoding]:
             self._decoding = []  # without its own time the selection's choice stays
         if spec.graph_capture:  # replayed, they cost the host nothing
             self._decoding = self.predictor.captured(self._decoding)
@@ -94,30 +92,33 @@ class StepChoice:
         `longest`: the largest of `lens`, where it is known.
         """
         if len(self._decoding) < 2:
-            return self._decoding[0][0] if self._decoding else self.chosen["decode"]
-        return self.predictor.fastest(self._decoding, shape_of_decodes(self.spec, lens, longest))
+            return self._decoding[0].name if self._decoding else self.chosen["decode"]
+        return self.predictor.fastest(
+            self._decoding, shape_of_decodes(self.spec, lens, longest, self._deals)
+        )
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
         kind = kind_of_step(q, n)
         if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, self._shape(q, n)))
+            return self._fastest(self._part("decode", kind, ALL, self.predictor.shape(kind, q, n)))
         if kind == "short":
-            return (self._short(int(q.max()), self._shape(q, n)),)
+            return (self._short(int(q.max()), self.predictor.shape(kind, q, n)),)
         if kind != "mixed":
-            return self._fastest(self._part("prefill", kind, ALL, self._shape(q, n)))
+            return self._fastest(self._part("prefill", kind, ALL, self.predictor.shape(kind, q, n)))
         some = q > 0
         if not some.all():  # a row without tokens takes no time
             q, n = q[some], n[some]
         ones = q == 1
         more, longer = q[~ones], n[~ones]
         kind = kind_of_step(more, longer)
-        rest = self._shape(more, longer)
+        rest = self.predictor.shape(kind, more, longer)
         if not ones.any():
             return self._fastest(self._part("prefill", kind, ALL, rest))
+        decodes = shape_of_decodes(self.spec, n[ones], deals=self._deals)
         apart = self._fastest(
-            self._part("decode", "decode", DECODES, shape_of_decodes(self.spec, n[ones]), False),
+            self._part("decode", "decode", DECODES, decodes, False),
             self._part("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):
@@ -126,7 +127,7 @@ class StepChoice:
         candidates = self.predictor.among("mixed", self._mixing)
         if not candidates:
             return apart
-        whole = self._shape(q, n)
+        whole = self.predictor.shape("mixed", q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
         return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))

@@ -18,6 +18,9 @@ KINDS = ("decode", "short", "prefill", "chunked", "mixed")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call."""
 
+DEALS = ("even", "padded", "cut", "pages", "heads")
+"""How a library deals keys out to a chip's processors; `selection.dealing` knows each way."""
+
 
 @dataclass(frozen=True)
 class TimingModel:
@@ -32,6 +35,7 @@ class TimingModel:
     empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
     next one; 0: not known, or no device works meanwhile. `by_run`: the launch and the host's time count
     once for each run of neighbouring rows of equal lengths, as of dense kernels, and not once a call.
+    `deal`: how keys are dealt out to `processors`, one of `DEALS`; empty: not known.
     """
 
     backend: str
@@ -45,6 +49,8 @@ class TimingModel:
     level: str = ""
     host: float = 0.0
     by_run: bool = False
+    deal: str = ""
+    processors: int = 0
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

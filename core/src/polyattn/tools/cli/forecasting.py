@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyattn.selection.prediction import Predictor, Price
+from polyattn.selection.prediction import Predictor, Price, StepShape
 from polyattn.selection.selection import Selection
-from polyattn.selection.step_choice import CallChoice, step_choice
+from polyattn.selection.step_choice import ALL, DECODES, REST, CallChoice, step_choice
 from polyattn.spec.timing import TERMS
 from polyattn.tools.cli.output import add_row, console, say, table
 
@@ -32,7 +32,12 @@ def forecast(
     able = {phase: [i.name for i in infos] for phase, infos in (free or selection).candidates}
 
     def prices(call: CallChoice) -> dict[str, Price]:
-        return others.prices(others.among(call.kind, able[call.phase]), call.shape)
+        return others.prices(others.among(call.kind, able[call.phase]), _shape(others, call, rows))
+
+    def terms(call: CallChoice, name: str) -> dict[str, float]:
+        if name in call.times:
+            return choice.predictor.terms(call.kind, name, call.shape)
+        return others.terms(call.kind, name, _shape(others, call, rows))
 
     def candidates(call: CallChoice, known: Mapping[str, Price]) -> list[dict[str, Any]]:
         times = {n: price.us for n, price in known.items()} | dict(call.times)
@@ -41,9 +46,7 @@ def forecast(
                 "backend": n,
                 "us": us,
                 "host": known[n].host if n in known else 0.0,
-                "terms": (choice.predictor if n in call.times else others).terms(
-                    call.kind, n, call.shape
-                ),
+                "terms": terms(call, n),
             }
             for n, us in sorted(times.items(), key=lambda item: item[1])
         ]
@@ -58,7 +61,7 @@ def forecast(
             "phase": call.phase,
             "kind": call.kind,
             "backend": call.name,
-            "shape": call.shape._asdict(),
+            "shape": {n: v for n, v in call.shape._asdict().items() if n != "dealt"},
             "candidates": candidates(call, known),
             "why": why(call, known),
         }
@@ -69,6 +72,13 @@ def forecast(
         "chosen": {c.rows: c.name for c in calls},
         "why": _host_bound(calls),
     }
+
+
+def _shape(predictor: Predictor, call: CallChoice, rows: Sequence[tuple[int, int]]) -> StepShape:
+    """Return a call's shape as another predictor's models look at it."""
+    ones = {ALL: (True, False), DECODES: (True,), REST: (False,)}[call.rows]
+    of = [row for row in rows if (row[0] == 1) in ones]
+    return predictor.shape(call.kind, [q for q, _ in of], [n for _, n in of])
 
 
 def _host_bound(calls: Sequence[CallChoice]) -> str:

@@ -25,6 +25,7 @@ from polyattn.tools.cli.output import add_row, console, print_json, say, table
 from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
+from polyattn.tools.tune.measuring import processors_of
 from polyattn.tools.tune.points import PointsFile
 from polyattn.tools.tune.shapes import layers
 from polyattn.tools.tune.tuning import SEED, Tuning, facts_of, left_out, points_path
@@ -59,8 +60,9 @@ def show(options: TuneOptions) -> int:
     if options.batch_invariant is not None:
         specs += [spec.replace(batch_invariant=options.batch_invariant) for spec in specs]
     _measure(tuning, specs, options.seconds, quiet=options.json)
-    fits = tables.fits(points.measured())
-    data = tables.table(fits, resolved, registry)
+    processors = processors_of(resolved)
+    fits = tables.fits(points.measured(), processors)
+    data = tables.table(fits, resolved, registry, processors)
     written = path if fits else None  # an older table isn't given up for an empty one
     if written:
         tables.write(data, written)
@@ -140,7 +142,7 @@ def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> 
         "models": [
             {
                 "backend": backend, "kind": kind, "layer": dict(layer), "points": len(members),
-                "error": made.error, "overlap": made.overlap, "whole": made.whole,
+                "error": made.error, "overlap": made.form.overlap, "whole": made.form.whole,
             }
             for (layer, kind, backend), (made, members) in sorted(fits.items(), key=str)
         ],

@@ -1,10 +1,10 @@
 """Which coefficients explain the measured times? Least squares of relative errors, none negative.
 
 Forms compete: terms that add up and terms that overlap, the longest row from several numbers of
-tiles on (`TimingModel.whole`), launches by call and by run (`by_run`). The one that predicts best
-what it was not fitted to is kept. Overlap is fitted by turns: which term is largest at each point,
-then the coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex piecewise-linear
-fitting", 2009).
+tiles on (`TimingModel.whole`), launches by call and by run (`by_run`), and ways in which libraries
+deal keys out (`deal`). The one that predicts best what it was not fitted to is kept. Overlap is fitted
+by turns: which term is largest at each point, then the coefficients that follow (as k-plane
+regression: Magnani and Boyd, "Convex piecewise-linear fitting", 2009).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.errors import PolyattnError
-from polyattn.selection.prediction import StepShape, counts
+from polyattn.selection.prediction import Form, StepShape, terms
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import OVERLAPPING, TERMS, units
 
@@ -51,25 +51,16 @@ class Fit:
     """Coefficients in the order of `TERMS`; `held_out`: each point's prediction by the others."""
 
     coefficients: tuple[float, ...]
-    overlap: bool
-    whole: int
-    by_run: bool
+    form: Form
     held_out: tuple[float, ...]
     error: float
 
 
-def features(points: Sequence[Point], whole: int = 0, by_run: bool = False) -> Array:
-    """Return what each coefficient is multiplied with, (points, terms)."""
-    return np.array(
-        [
-            [
-                u * count
-                for u, count in zip(units(p.spec), counts(p.shape, whole, by_run), strict=True)
-            ]
-            for p in points
-        ],
-        dtype=np.float64,
-    )
+def features(points: Sequence[Point], form: Form) -> Array:
+    """Return what each coefficient is multiplied with, (points, terms), as if they added up."""
+    form = form._replace(overlap=False)
+    rows = [[*terms(units(p.spec), form, p.shape).values()] for p in points]
+    return np.array(rows, dtype=np.float64)
 
 
 def fit(points: Sequence[Point]) -> Fit | None:
@@ -78,24 +69,26 @@ def fit(points: Sequence[Point]) -> Fit | None:
         return None
     times, folds = np.array([p.us for p in points]), _folds(points)
     launches = (False, True) if any(p.shape.runs < p.shape.rows for p in points) else (False,)
-    tables = {
-        (whole, by_run): features(points, whole, by_run)
-        for whole, by_run in product(_thresholds(points), launches)
-    }
+    forms = [
+        Form(whole=whole, by_run=by_run) for whole, by_run in product(_thresholds(points), launches)
+    ]
+    forms += [Form(deal=deal) for deal in points[0].shape.dealt]
+    tables = {form: features(points, form) for form in forms}
     held = {
-        (*form, overlap): _held_out(table, times, folds, overlap)
+        form._replace(overlap=overlap): _held_out(table, times, folds, overlap)
         for form, table in tables.items()
         for overlap in (False, True)
     }
     # Squares of logarithms are what a choice suffers from; the median is what one reads.
     losses = {
-        form: _loss(guessed, times) * (UNLIKELY if form[1] else 1) for form, guessed in held.items()
+        form: _loss(guessed, times) * (UNLIKELY if form.by_run else 1)
+        for form, guessed in held.items()
     }
-    whole, by_run, overlap = best = min(losses, key=losses.__getitem__)
-    coefficients = tuple(map(float, solve(tables[whole, by_run], times, overlap)))
-    guessed = tuple(map(float, held[best]))
+    best = min(losses, key=losses.__getitem__)
+    table = tables[best._replace(overlap=False)]
+    coefficients = tuple(map(float, solve(table, times, best.overlap)))
     error = float(np.median(np.abs(held[best] / times - 1)))
-    return Fit(coefficients, overlap, whole, by_run, guessed, error)
+    return Fit(coefficients, best, tuple(map(float, held[best])), error)
 
 
 def _thresholds(points: Sequence[Point]) -> list[int]:

@@ -50,6 +50,14 @@ def pool_bytes(device: Device) -> int:
     return min(POOL_BYTES["gpu"], torch.cuda.get_device_properties(name).total_memory // 32)
 
 
+def processors_of(device: Device) -> int:
+    """Return a GPU's multiprocessors, over which kernels deal keys out; 0 of other devices."""
+    name = str(device.torch_device)
+    if not name.startswith("cuda"):
+        return 0
+    return int(torch.cuda.get_device_properties(name).multi_processor_count)
+
+
 def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:
     """Return how large a layer's steps may get on a device, its cache of `pool` bytes."""
     _, _, bytes_a_key, *_ = units(spec)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.errors import SettingsError
+from polyattn.selection.dealing import deals_of
 from polyattn.selection.prediction import shape_of_step
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.tune.fitting import Point
@@ -27,11 +28,12 @@ class Measurement:
     host: float = 0.0
     cannot: str = ""
 
-    @property
-    def point(self) -> Point:
-        """The measurement as the fit sees it."""
+    def point(self, processors: int = 0) -> Point:
+        """Return the measurement as the fit sees it, on a chip of so many processors, if known."""
         assert self.us is not None
-        shape = shape_of_step(self.spec, self.sample.queries, self.sample.lens)
+        ways = deals_of(self.spec, self.sample.kind) if processors else ()
+        deals = dict.fromkeys(ways, processors)
+        shape = shape_of_step(self.spec, self.sample.queries, self.sample.lens, deals=deals)
         return Point(self.spec, shape, self.us, self.step)
 
 

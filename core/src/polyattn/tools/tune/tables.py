@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,32 @@ Key = tuple[tuple[tuple[str, Any], ...], str, str]
 """A layer class, a kind of step, a backend."""
 MARGINS = (0.1, 0.06, 0.15, 0.03, 0.2, 0.0, 0.3, 0.5, 1.0)
 """Of equals the first counts: about as much as predictions are off by."""
+ENOUGH = 0.9
+"""Of the loss of margins that come first, from which on others take their place."""
 LOST = 2.0
 """What a step counts to a backend that has no time of it, over the best."""
 
 
-def fits(measurements: Iterable[Measurement]) -> Fits:
-    """Return a fit for each (layer class, kind, backend) that has points enough."""
+def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
+    """Return a fit for each (layer class, kind, backend) that has points enough.
+
+    `processors`: of the chip, where they are known.
+    """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
         key = (tuple(sorted(layer_class(m.spec).items())), m.sample.kind, m.backend)
         groups[key].append(m)
     fits_by_key = {}
     for key, members in groups.items():
-        fitted = fit([m.point for m in members])
+        fitted = fit([m.point(processors) for m in members])
         if fitted is not None:
             fits_by_key[key] = (fitted, members)
     return fits_by_key
 
 
 Fits = dict[Key, tuple[Fit, list[Measurement]]]
+Margins = dict[str, float]
+"""Of backends, by name."""
 Step = dict[str, tuple[float, float]]
 """Of one step by backend: microseconds as predicted by others' points, and as measured."""
 
@@ -93,15 +100,23 @@ def margins(by_class: Fits) -> dict[tuple[Any, str], dict[str, float]]:
         favourite = _favourite(steps)
         others = sorted({name for step in steps for name in step} - {favourite})
 
-        def loss(margin_by_name: dict[str, float], steps: list[Step] = steps) -> float:
+        def loss(margin_by_name: Margins, steps: list[Step] = steps) -> float:
             return sum(math.log(_cost(step, margin_by_name)) ** 2 for step in steps)
 
-        common = [dict.fromkeys(others, margin) | {favourite: 0.0} for margin in MARGINS]
-        best = min(common, key=loss)
+        best = _worth([{favourite: 0.0} | dict.fromkeys(others, m) for m in MARGINS], loss)
         for name in others:
-            best = min(({**best, name: margin} for margin in MARGINS), key=loss)
+            best = _worth([best, *({**best, name: m} for m in MARGINS)], loss)
         margins_of_kind[key] = best
     return margins_of_kind
+
+
+def _worth(options: Sequence[Margins], loss: Callable[[Margins], float]) -> Margins:
+    """Return the first option, or a later one that loses less by enough to be no accident."""
+    best = options[0]
+    for option in options[1:]:
+        if loss(option) < ENOUGH * loss(best):
+            best = option
+    return best
 
 
 def regrets(by_class: Fits) -> dict[str, list[float]]:
@@ -124,14 +139,21 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
-    """Return the table as JSON values."""
+def table(
+    by_class: Fits, device: Device, registry: Registry, processors: int = 0
+) -> dict[str, Any]:
+    """Return the table as JSON values. `processors`: as in `fits`."""
     choices = margins(by_class)
     backends = sorted({backend for _, _, backend in by_class})
     of = {name: packages_of(registry, name) for name in backends}
     return {
         "format": FORMAT,
-        "device": {"platform": device.platform, "arch": device.arch, "name": device.name},
+        "device": {
+            "platform": device.platform,
+            "arch": device.arch,
+            "name": device.name,
+            "processors": processors,
+        },
         "measured": str(date.today()),
         "versions": versions_of(name for names in of.values() for name in names),
         "models": [
@@ -140,9 +162,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "kind": kind,
                 "layer": dict(layer),
                 "of": of[backend],
-                "overlap": model.overlap,
-                "whole": model.whole,
-                "by_run": model.by_run,
+                **{name: value for name, value in model.form._asdict().items() if value},
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, model.coefficients, strict=True)
@@ -161,7 +181,7 @@ def table(by_class: Fits, device: Device, registry: Registry) -> dict[str, Any]:
 
 def _host(measurement: Measurement, model: Fit) -> float:
     """Return the host's microseconds that a launch costs."""
-    return measurement.host / (measurement.point.shape.runs if model.by_run else 1)
+    return measurement.host / (measurement.point().shape.runs if model.form.by_run else 1)
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:

@@ -1,0 +1,178 @@
+"""How libraries deal keys out, beside the schedules themselves, a piece at a time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from heapq import heapreplace
+from typing import Any
+
+import numpy as np
+import pytest
+from polyattn import LatentSpec, LayerSpec
+from polyattn.selection.dealing import BEGIN, deal, deals_of
+from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
+from polyattn.spec.timing import DEALS, TERMS, TimingModel
+
+PROCESSORS = 132
+NO_END = 1 << 60
+DENSE = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128)
+
+
+def mla(heads: int) -> LayerSpec:
+    return LayerSpec(
+        kind="mla", num_heads=heads, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+
+
+def busiest(pieces: list[int], processors: int) -> int:
+    """Blocks of the fullest processor: each gets the next piece when it is free."""
+    loads = [0] * processors
+    for piece in pieces:
+        heapreplace(loads, loads[0] + piece + BEGIN)
+    return max(loads)
+
+
+def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[list[int], int]:
+    """Pieces as `prepare_varlen_num_blocks` and `num_splits_heuristic` of its sources make them."""
+    group, heads = (spec.num_heads, 1) if spec.latent else (spec.gqa_ratio, spec.num_kv_heads)
+    size = 64 if spec.latent else 128
+    tiles = [math.ceil(q * group / size) for q, _ in rows]
+    blocks = [math.ceil((n - (q - 1) // 2) / size) for q, n in rows]
+    share = math.ceil(
+        sum(t * b for t, b in zip(tiles, blocks, strict=True)) * heads * 1.1 / PROCESSORS
+    )
+    split = max(tiles) * heads < 0.8 * PROCESSORS and max(blocks) > 4
+    pieces = []
+    for t, b in zip(tiles, blocks, strict=True):
+        parts = math.ceil(b / share) if split else 1
+        pieces += [math.ceil(b / parts)] * parts * t
+    most = max(math.ceil(b / share) for b in blocks) if split else 1
+    return pieces * heads, most
+
+
+def flashinfer_latents(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[list[int], int, int]:
+    """Pieces as `MLAPlan` of `scheduler.cuh` makes them; the most of a row, and the processors.
+
+    0 parts: of less than a block.
+    """
+    packed = [q * spec.num_heads for q, _ in rows]
+    cluster = 2 if sum(packed) // len(rows) > 64 else 1
+    keys = [
+        n for (_, n), p in zip(rows, packed, strict=True) for _ in range(-(-p // (64 * cluster)))
+    ]
+    mean = -(-sum(keys) // (PROCESSORS // cluster))
+    few = next((k for most, k in ((8, 32), (16, 64), (32, 128), (64, 192)) if mean <= most), 0)
+    limit = few or -(-mean // 256) * 256
+    pieces = [-(-min(limit, n - start) // 64) for n in keys for start in range(0, n, limit)]
+    return pieces, max(-(-n // limit) for n in keys) if limit >= 64 else 0, PROCESSORS // cluster
+
+
+def steps(
+    seed: int, most: int, queries: tuple[int, int] = (1, 1)
+) -> Iterator[list[tuple[int, int]]]:
+    source = random.Random(seed)
+    for _ in range(150):
+        count, mean = source.randint(1, most), math.exp(source.uniform(4, 9))
+        alike = source.random() < 0.5
+        q = source.randint(*queries)
+        yield [(q, q + int(mean * (1 if alike else source.uniform(0.1, 3)))) for _ in range(count)]
+
+
+def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[float, int]:
+    """The fullest processor's blocks, and the parts of the longest row."""
+    q, n = np.array(rows).T
+    counts = deal(name, spec, q, n, NO_END, PROCESSORS)
+    size = 64 if spec.latent else 128
+    assert counts.rows == (counts.longest > 1)
+    return counts.pairs * spec.num_heads / PROCESSORS / size**2, max(counts.longest, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "queries"),
+    [(mla(16), (1, 1)), (mla(128), (1, 1)), (mla(20), (2, 9)), (DENSE, (17, 90))],
+    ids=["16", "128", "drafts", "chunks"],
+)
+def test_cuts_are_flash_attentions(spec: LayerSpec, queries: tuple[int, int]) -> None:
+    ratios = []
+    for rows in steps(3, 130, queries):
+        pieces, most = flash_attention_3(spec, rows)
+        span, parts = dealt("cut", spec, rows)
+        assert parts == most
+        if len(pieces) <= PROCESSORS and most == 1:
+            assert round(span) == max(pieces) + BEGIN
+        ratios.append(span / busiest(pieces, PROCESSORS))
+    assert 0.9 < np.exp(np.log(ratios).mean()) < 1.1 and max(ratios) < 1.6 > 1 / min(ratios)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+def test_pages_are_flashinfers(heads: int) -> None:
+    ratios, spec = [], mla(heads)
+    for rows in steps(5, 130):
+        pieces, most, processors = flashinfer_latents(spec, rows)
+        span, parts = dealt("pages", spec, rows)
+        assert abs(parts - most) <= 1 or not most  # of keys, or of blocks of them
+        ratios.append(span / busiest(pieces, processors))
+    assert 0.85 < np.exp(np.log(ratios).mean()) < 1.25
+
+
+def test_heads_have_tiles_of_their_own() -> None:
+    """40 tokens of 28 heads are 28 tiles a row, where a group of 7 packs them into three a KV head."""
+    rows = [(40, 441)] * 10
+    span, parts = dealt("heads", DENSE, rows)
+    pieces = [math.ceil((441 - 19) / 128)] * 280
+    assert parts == 1 and span == pytest.approx(busiest(pieces, PROCESSORS), rel=0.2)
+    assert dealt("cut", DENSE, rows)[0] < span
+
+
+def test_even_shares_end_together() -> None:
+    spec = mla(16)
+    for rows in steps(7, 200):
+        blocks = [math.ceil(n / 64) + BEGIN for _, n in rows]
+        span, parts = dealt("even", spec, rows)
+        assert round(span) >= sum(blocks) / PROCESSORS
+        whole = max(blocks) <= 1.1 * sum(blocks) / PROCESSORS + 1 or max(blocks) <= 4
+        assert (parts == 1) == whole
+        assert whole or parts == math.ceil(max(blocks) / round(span))
+    # Every row as the longest.
+    ragged, padded = [(1, 3000), (5, 3000)] * 30, [(5, 3000)] * 60
+    assert (
+        dealt("padded", spec, ragged) == dealt("even", spec, padded) != dealt("even", spec, ragged)
+    )
+
+
+def test_a_step_without_keys_is_dealt() -> None:
+    spec, deals = mla(16), dict.fromkeys(deals_of(mla(16), "decode"), PROCESSORS)
+    for none in ([], [0, 0]):
+        assert shape_of_step(spec, none, none, deals=deals).dealt.keys() == deals.keys()
+    assert shape_of_decodes(spec, [], deals=deals).dealt.keys() == deals.keys()
+    assert {name for s in (spec, DENSE) for name in deals_of(s, "chunked")} == set(DEALS)
+    assert deals_of(DENSE, "decode") == deals_of(DENSE, "mixed") == ()
+
+
+def test_windows_bound_what_a_tile_goes_through() -> None:
+    spec = DENSE.replace(sliding_window=512)
+    deals = {"cut": PROCESSORS}
+    near, far = (shape_of_step(spec, [64], [n], deals=deals).dealt["cut"] for n in (1000, 100_000))
+    assert (
+        near.pairs == far.pairs < shape_of_step(DENSE, [64], [1000], deals=deals).dealt["cut"].pairs
+    )
+
+
+def test_a_model_that_deals_takes_what_its_terms_add_up_to() -> None:
+    spec, rows = mla(32), ([3] * 20, [4000] * 20)
+    weights: Any = dict(zip(TERMS, (9.0, 7.0, 1e-7, 1e-4, 2e-9, 1e-6), strict=True))
+    for overlap in (False, True):
+        for name in deals_of(spec, "short"):
+            model = TimingModel(
+                "A", "short", tuple(weights.values()), overlap, deal=name, processors=PROCESSORS
+            )
+            predictor = Predictor(spec, [model])
+            shape = predictor.shape("short", *rows)
+            terms = predictor.terms("short", "A", shape)
+            us = predictor.evaluate(predictor.among("short", ["A"]), shape)["A"]
+            assert sum(terms.values()) == pytest.approx(us)
+            assert terms["launch"] == 9 and terms["item"] in (0, 7)
+            assert shape.dealt.keys() == {name}
