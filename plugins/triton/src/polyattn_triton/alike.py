@@ -54,7 +54,7 @@ TALL_PIECE = 1088
 drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
 TALL_ENOUGH = 224
 """And pieces of such tiles from which on they are longer, too: a lone request's are then on nearly all
-multiprocessors. Their parts cost more (H200, 8 x 4 after 64k: 0.93 of the time; 4 after 128k: 0.94)."""
+multiprocessors (`benchmarks/results/h200/2026-11-28-levels.md`)."""
 TALL_MERGED = 4
 """Rows of such a tile that a program merges, four parts of each at once. Two rows and eight parts are as
 fast (H200, 19 steps of drafts: 0.99 to 1.01). Others' go one by one: 1 x 8,192 took 18.9 us, two by two
