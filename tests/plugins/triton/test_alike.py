@@ -148,14 +148,15 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By its own keys; those are dealt out first. A window bounds what pieces there are."""
-    from polyattn_triton.alike import ENOUGH, PIECE
+    from polyattn_triton.alike import ENOUGH, LOW, PIECE, TALL_ENOUGH, TALL_PIECE
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    long = PIECE * ENOUGH // 8
-    lens = [long - 1, long, 2 * long, 4 * long]
-    grids = [plans_of(backend, [(1, count)])[0].grid[0] for count in lens]
-    assert grids == [ENOUGH // 8, ENOUGH // 16, ENOUGH // 16, ENOUGH // 8]
+    for queries, piece, enough in ((LOW // 4 + 1, TALL_PIECE, TALL_ENOUGH), (1, PIECE, ENOUGH)):
+        long = piece * enough // 8
+        lens = [long - 1, long, 2 * long, 4 * long]
+        grids = [plans_of(backend, [(queries, count)])[0].grid[0] for count in lens]
+        assert grids == [enough // 8, enough // 16, enough // 16, enough // 8]
     (plan,) = plans_of(backend, [(1, 100), (1, 2 * long), (1, long)])
     assert plan.work[4 + 3 * plan.grid[0] :][: plan.grid[0]].unique_consecutive().tolist() == [
         1,
@@ -163,7 +164,7 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
         0,
     ]
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
-    assert mistral.long == 0
+    assert mistral.long == mistral.tall_long == 0
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ four times: it fills a chip by itself, and a row's parts are merged by one progr
 TALL_PIECE = 1088
 """Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. No power of two:
 drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
+TALL_ENOUGH = 224
+"""And pieces of such tiles from which on they are longer, too: a lone request's are then on nearly all
+multiprocessors (`benchmarks/results/h200/2026-11-28-levels.md`)."""
 TALL_MERGED = 4
 """Rows of such a tile that a program merges, four parts of each at once. Two rows and eight parts are as
 fast (H200, 19 steps of drafts: 0.99 to 1.01). Others' go one by one: 1 x 8,192 took 18.9 us, two by two
@@ -112,6 +115,7 @@ class AlikeAttention(PlannedAttention):
         # Beyond a window a sequence's length adds no keys; of bounds the kernel sees what is below.
         bounded = spec.sliding_window or spec.chunk_size or spec.length_bounds
         self.long = 0 if bounded else PIECE * ENOUGH // spec.num_kv_heads
+        self.tall_long = 0 if bounded else TALL_PIECE * TALL_ENOUGH // spec.num_kv_heads
         # Decodes' with a stage less, which changes no bit: a fourth program fits on a multiprocessor.
         full = replace(self.decode_config, num_stages=self.few_config.num_stages)
         self.full = self.decode_config if full == self.few_config != self.decode_config else None
@@ -213,7 +217,7 @@ class AlikeAttention(PlannedAttention):
             plan.way, plan.config = "few", tile_config(spec, self.device.arch, "few", kind)
             longest = int(batch.host_query_lens[mine].max()) * spec.gqa_ratio
             plan.rows = triton.next_power_of_2(min(longest, plan.config.block_m))
-            plan.long = self.long if kind <= LOW else 0
+            plan.long = self.long if kind <= LOW else self.tall_long
             if batch.all_decode and self.in_one_tile:
                 plan.way, plan.rows = "singles", self.rows
             return self._in_pieces(plan, self._tiles(plan))

@@ -163,10 +163,12 @@ def merge_kernel(
     if not BY_TOKEN:
         token0 = tl.load(STARTS + seq, mask=mine, other=0)
         query_len = tl.load(STARTS + seq + 1, mask=mine, other=0) - token0
+    above = tl.program_id(1) // SLICES * ROWS
+    mine = mine & (start + above < query_len * G)
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     if mine:
-        rows = tl.program_id(1) // SLICES * ROWS + tl.arange(0, ROWS)
+        rows = above + tl.arange(0, ROWS)
         column = tl.program_id(1) % SLICES * BLOCK_DV
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
         acc, m, l = _gathered(
