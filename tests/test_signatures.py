@@ -100,7 +100,7 @@ FORM = CacheFormat(block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, 
 
 
 def step(lens: list[int], queries: list[int]) -> tuple[Batch, KVCache, torch.Tensor]:
-    table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)
+    table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)[: len(lens)]
     batch = Batch.from_lens(queries, lens, table, 16)
     query = torch.zeros(batch.num_tokens, 8, 64, dtype=torch.float16)
     return batch, KVCache.allocate(FORM, 8), query
@@ -158,7 +158,7 @@ def test_flashinfer_reads_fp8_by_its_fa2_kernel(calls: Calls) -> None:
 
     form = dataclasses.replace(FORM, dtype="fp8_e4m3")
     backend = FlashInferAttention(SPEC.replace(kv_cache_dtype="fp8_e4m3"), form, CPU)
-    batch, _, query = step([4, 20], [4, 20])  # not as they come: the cache's are the rounded ones
+    batch, _, query = step([4, 20], [4, 20])  # from pages: the cache's are the rounded ones
     plan = backend.plan(batch)
     cache = KVCache.allocate(form, 8)
     new = query[:, :2]
@@ -167,18 +167,18 @@ def test_flashinfer_reads_fp8_by_its_fa2_kernel(calls: Calls) -> None:
     assert calls[1][1]["kv_data_type"] == torch.float8_e4m3fn and calls[2][1]["k_scale"] == 2.0
 
 
-def test_flashinfer_attends_to_prompts_without_context_as_they_come(calls: Calls) -> None:
+def test_flashinfer_attends_to_a_prompt_without_context_as_it_comes(calls: Calls) -> None:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
     backend = FlashInferAttention(SPEC, FORM, CPU)
-    batch, cache, query = step([4, 20], [4, 20])
+    batch, cache, query = step([20], [20])
     key, value = query[:, :2] + 1, query[:, :2] + 2
     step_plan = backend.plan(batch)
     for _ in range(2):  # the second layer of a step finds it planned
         backend.run(step_plan, Frame(query, key, value, cache, LayerParams(), query.clone(), None))
     assert [name for name, _ in calls] == ["init", "plan", "run", "run"]
     plan, run = calls[1][1], calls[2][1]
-    assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 4, 24]
+    assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 20]
     assert plan["causal"] is True and plan["window_left"] == 8
     assert run["k"].data_ptr() == key.data_ptr() and run["v"].data_ptr() == value.data_ptr()
 

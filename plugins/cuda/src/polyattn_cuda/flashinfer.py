@@ -1,6 +1,6 @@
 """FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2.
 
-A prompt alone, without context, and keys that are given whole are attended to as they lie (its ragged
+A prompt alone, without context, and keys that are passed whole are attended to as they lie (its ragged
 wrapper), all else in pages: decodes by its decode wrapper, rows of a few tokens by the FA2 prefill,
 which splits long keys among the processors as FA3's doesn't.
 """
