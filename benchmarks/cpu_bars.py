@@ -5,9 +5,8 @@ python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,tw
 
 Builds the library where it isn't built. Each instruction set has a process of its own, in which torch
 is held to it, too (`ONEDNN_MAX_CPU_ISA`), on `--cores` cores of its own; where there are eight times as
-many they run side by side. Torch's threads sleep between operators (`OMP_WAIT_POLICY`), as native ones
-need the cores. One thread's figures are its processor time, several threads' wall time; what is
-compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that fails
+many they run side by side. One thread's figures are its processor time, several threads' wall time;
+what is compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that fails
 says so and leaves the others; a line that says `no` misses its bar.
 """
 
@@ -473,11 +472,19 @@ class Visit:
                 self.row(f"{name}, 2 threads", share, f"of {what}", bar, ms=best["native"] * 1e3)
 
     def busy(self) -> None:
-        """Decode on two cores alone, then beside four processes that never rest on them."""
+        """Decode on two cores alone, after a norm, and beside four processes that never rest on them."""
         with self.threads(2):
             for backend, bar in (("NATIVE_ATTN", -6.0), ("TORCH_SDPA", None)):
                 call = self.case("decode 8x2048 bf16", backend).call()
+                self._after_a_norm(f"{backend} decode 8x2048", call)
                 self._beside_four(f"{backend} decode 8x2048", call, bar)
+
+    def _after_a_norm(self, name: str, call: Callable[[], object]) -> None:
+        norm = partial(self.torch.nn.LayerNorm(4096), self.torch.randn(64, 4096))
+        alone, both = (timed(each, self.seconds)[1] for each in (call, lambda: (norm(), call())))
+        self.row(
+            f"{name} and a norm before it, median", both / alone, "x alone", None, ms=both * 1e3
+        )
 
     def _beside_four(self, name: str, call: Callable[[], object], bar: float | None) -> None:
         alone = timed(call, self.seconds)[1]
@@ -573,7 +580,7 @@ def parent(chosen: argparse.Namespace, sections: list[str]) -> None:
                    "--cores", str(chosen.cores), "--only", ",".join(some), "--out", str(out)]  # fmt: skip
         env = os.environ | {
             "POLYATTN_CPU_ISA": isa, "ONEDNN_MAX_CPU_ISA": ONEDNN.get(isa, "ALL"),
-            "OMP_NUM_THREADS": str(chosen.cores), "OMP_WAIT_POLICY": "passive",
+            "OMP_NUM_THREADS": str(chosen.cores),
         }  # fmt: skip
         if some:
             found = subprocess.Popen(["taskset", "-c", ",".join(map(str, mine)), *command], env=env)

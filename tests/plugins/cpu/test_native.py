@@ -389,7 +389,6 @@ def test_all_256_bytes_count_as_keys(isa, stored, heads):
 
 
 @needs_library
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc/self/statm")
 def test_partial_results_use_memory_again():
     """Steps that need ever more room, then the last of them often: no memory is lost on the way."""
@@ -404,14 +403,17 @@ def test_partial_results_use_memory_again():
     assert held[1] - held[0] < 16 << 20
 
 
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_has_threads_of_its_own():
     step = Step(make_spec(), [1] * 4, [2000] * 4)
-    want, _ = step.run(threads=3)
-    child = os.fork()
-    if child == 0:
-        out, _ = step.run(threads=3)
-        os._exit(0 if torch.equal(out, want) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    for threads in (3, torch.get_num_threads()):  # the pool's, torch's
+        want, _ = step.run(threads=threads)
+        child = os.fork()
+        if child == 0:
+            out, _ = step.run(threads=threads)
+            os._exit(0 if torch.equal(out, want) else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 @needs_library

@@ -35,21 +35,21 @@ def tasks():
 
 
 def in_turn():
-    """Return threads that native calls brought: by one thread, in turn with torch, by callers at once.
+    """Return threads that native calls brought, and what they spent in a rest.
 
-    And what they spent in a rest. In a process of its own, where nothing has made threads yet.
+    By one thread, by torch's, in turn with torch, by callers at once. In a process of its own, where
+    nothing has made threads yet.
     """
     attention = test_native.Step(test_native.make_spec(), [1] * 6, [500] * 6)
-    scan = test_native_scan.Step(
-        test_native_scan.LAYERS["convolution"], "float32", [1] * 20, [30] * 20
-    )
+    scan = test_native_scan.drawn("convolution", "float32", [(1, 30)] * 20)
     torch.set_num_threads(THREADS)
     matrix, found = torch.randn(600, 600), []
     torch.mm(matrix, matrix)
     (matrix + matrix).sum()
     torches = set(tasks())
-    attention.run(threads=1)
-    found.append(len(set(tasks()) - torches))
+    for threads in (1, torch.get_num_threads()):
+        attention.run(threads=threads)
+        found.append(len(set(tasks()) - torches))
     for _ in range(20):
         torch.mm(matrix, matrix)
         attention.run(threads=torch.get_num_threads())
@@ -73,8 +73,9 @@ def in_turn():
     return found, sum(rested[task] - after[task] for task in brought)
 
 
-def test_a_pool_as_large_as_torch_s_serves_all_calls_and_sleeps_between_them():
+def test_torch_s_threads_or_a_pool_as_large_serve_all_calls_and_the_pool_sleeps_between_them():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         found, spent = pool.submit(in_turn).result(timeout=300)
-    assert found == [0, THREADS - 1, THREADS - 1]
+    # The pool serves other callers, and all where a core of torch's threads has other work.
+    assert found[:2] == [0, 0] and found[2] in (0, THREADS - 1) and found[3] == THREADS - 1
     assert spent < 20e6, "native threads take processor time where nothing is to be done"

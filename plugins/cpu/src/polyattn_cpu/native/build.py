@@ -140,7 +140,7 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
             _run([*command, *lists, "-c", f"{SOURCES / name}.cpp"], out / f"{name}.o")
         objects = [str(out / f"{name}.o") for name in (*built, "api", "choose", "pool")]
         made = out / "library"
-        _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
+        _run([*command, "-shared", *objects, "-lpthread", "-lm", "-ldl"], made)
         library.unlink(missing_ok=True)  # a process may have it mapped: never write into it
         shutil.copyfile(made, library)
     if without:

@@ -2,6 +2,7 @@
 #include "polyattn_cpu.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <system_error>
 #include <thread>
 #if !defined(_WIN32)
+#include <dlfcn.h>
 #include <pthread.h>
 #endif
 #if defined(__linux__)
@@ -25,6 +27,7 @@ struct Job {
   int64_t scratch_bytes;
   int32_t next = 0;  // taken atomically
   int processor = -1;  // the caller's, as it began
+  int64_t ended = 0;   // when the first thread found no item
 };
 
 struct Pool {
@@ -35,6 +38,7 @@ struct Pool {
   int32_t wanted = 0;  // workers that may still join
   int32_t active = 0;  // workers that joined and aren't done
   int32_t workers = 0;
+  int32_t pause = 0, without_team = 0;  // of the team, and what is left of it, in regions
 };
 
 // Never destroyed: its threads sleep until the process ends. A child of fork() has none of them and
@@ -44,15 +48,23 @@ std::once_flag once;
 std::mutex buffers_lock;
 Buffer *buffers = nullptr;
 
+// The OpenMP runtime of torch's operators. Its threads spin for milliseconds after each operator: they
+// work at once, while a thread of the pool would share a core with one of them.
+void (*team)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
+int (*size_of_team)() = nullptr;
+
 void start_over() {
   pool = new Pool;
   new (&buffers_lock) std::mutex;
+  team = nullptr;  // a child of fork() has none of its threads, and would wait for them
 }
 
 Pool *the_pool() {
   std::call_once(once, [] {
     start_over();
 #if !defined(_WIN32)
+    *(void **)&size_of_team = dlsym(RTLD_DEFAULT, "omp_get_max_threads");
+    if (size_of_team) *(void **)&team = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     pthread_atfork(nullptr, nullptr, start_over);
 #endif
   });
@@ -143,6 +155,30 @@ void grow(Pool *of, int32_t workers) {  // under its lock
   }
 }
 
+int64_t nanoseconds() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+void take_part(void *of) {
+  Job &job = *(Job *)of;
+  take_items(job);
+  int64_t none = 0;
+  __atomic_compare_exchange_n(&job.ended, &none, nanoseconds(), false, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
+}
+
+// A team's region ends when each of its threads was there. Where another program has a core, that takes
+// the scheduler's time: the next regions then are the pool's, which waits for no thread without an item,
+// twice as many as after the last such region.
+void by_team(Pool *of, Job &job) {
+  int64_t begun = nanoseconds();
+  team(take_part, &job, 0, 0);
+  int64_t now = nanoseconds(), waited = now - job.ended;
+  bool late = waited > 1000000 && waited > (now - begun) / 4;
+  of->pause = late ? (of->pause < 32 ? 2 * of->pause + 1 : 63) : of->pause / 2;
+  if (late) of->without_team = of->pause;
+}
+
 }  // namespace
 
 void pa_poison(void) { poisoned = true; }
@@ -165,6 +201,12 @@ bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
   std::unique_lock<std::mutex> region(of->region, std::try_to_lock);
   if (!region.owns_lock()) {
     take_items(job);
+    return true;
+  }
+  if (of->without_team) {
+    of->without_team--;
+  } else if (team && size_of_team() == threads) {  // of another size it would end threads and start new ones
+    by_team(of, job);
     return true;
   }
   {

@@ -1,7 +1,8 @@
-// Who does the work? A pool of sleeping threads.
+// Who does the work? The threads of torch's OpenMP runtime, or a pool of sleeping threads.
 //
-// A region waits only for threads that took part, so the caller can finish alone on a machine whose
-// cores others use; a barrier would wait for a thread that isn't scheduled.
+// The runtime's threads are awake between a model's operators. Where other programs use its cores, its
+// barrier waits for a thread that isn't scheduled. A region of the pool waits only for threads that took
+// part, so the caller can finish alone.
 
 #pragma once
 
