@@ -6,8 +6,8 @@ python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,tw
 Builds the library where it isn't built. Each instruction set has a process of its own, in which torch
 is held to it, too (`ONEDNN_MAX_CPU_ISA`), on `--cores` cores of its own; where there are eight times as
 many they run side by side. One thread's figures are its processor time, several threads' wall time;
-what is compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that fails
-says so and leaves the others; a line that says `no` misses its bar.
+what is compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that
+fails says so and leaves the others; a line that says `no` misses its bar.
 """
 
 from __future__ import annotations
