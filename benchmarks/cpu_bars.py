@@ -96,18 +96,7 @@ MOST_WORK = 1 << 27
 """Products of queries and keys, by element, that a row of theirs has at most."""
 SHRUNK = {"recurrent": 128, "mla": 8}
 """By what those rows' lengths are divided; others' by 16."""
-SECTIONS = (
-    "share",
-    "store",
-    "formats",
-    "two",
-    "busy",
-    "index",
-    "sparse",
-    "scan",
-    "levels",
-    "torch_levels",
-)
+SECTIONS = "share,store,formats,two,busy,index,sparse,scan,levels,torch_levels"
 Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -548,7 +537,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--sets", default="amx,avx512_bf16,avx512,avx2")
     parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=SECTIONS)
     parser.add_argument("--out", type=Path, default=Path("cpu_bars.json"))
     parser.add_argument("--child")
     chosen = parser.parse_args()

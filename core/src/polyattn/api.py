@@ -311,7 +311,7 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     candidates = {n for _, names in decision.candidates for n in names}
     covering = measured.models(spec, device)
     models = tuple(m for m in covering if m.backend in candidates)
-    notes = _unset(decision) + list(facts.problems()) + measured.notes(spec, device, covering)
+    notes = _unset(decision) + list(facts.problems) + measured.notes(spec, device, covering)
     if models and spec.batch_invariant:
         models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
         notes.append(
@@ -378,7 +378,7 @@ def _facts(
         rank=partial(rerank, registry, spec, device, seconds=seconds),
         faster_first=partial(by_times, spec, models) if models else None,
         failed=failed,
-        problems=lambda: registry.problems,
+        problems=registry.problems,
         running=cache(partial(running, timeout=seconds)),  # it starts a thread
         refuses=refuses,
     )

@@ -24,6 +24,7 @@ class Call:
     def __init__(self, spec: LayerSpec, batch: Batch, frame: Frame):
         self.spec, self.batch, self.cache, self.params = spec, batch, frame.cache, frame.params
         self.query, self.key, self.value = frame.query, frame.key, frame.value
+        self.out = frame.out
         self.lens, self.queries = batch.lens, batch.query_lens
         self.table = batch.block_table
 

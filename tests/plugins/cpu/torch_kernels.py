@@ -86,7 +86,7 @@ def efficient(
     for row, (q, k) in enumerate(spans):
         output, own = _sequence(query[0, q], key[0, k], value[0, k], scale, -1, right)
         lse[row, :, : own.shape[1]] = own
-        assert not own.numel() or own.max() < torch.inf, "a query that sees no key divides by 0"
+        assert not (own == torch.inf).any(), "a query that sees no key divides by 0"
         parts.append(output)
     return torch.cat(parts)[None], lse
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pluggy
 
@@ -78,7 +79,7 @@ class Registry:
     manager: pluggy.PluginManager = field(repr=False)
     late_policies: set[str] = field(default_factory=set, repr=False)
 
-    @property
+    @cached_property
     def problems(self) -> list[str]:
         """One line for each plugin that is broken and each name that two plugins claim."""
         broken = [

@@ -38,7 +38,7 @@ class Facts:
     rank: Rank
     failed: Mapping[str, str]
     faster_first: Rank | None = None
-    problems: Callable[[], Sequence[str]] = tuple
+    problems: Sequence[str] = ()
     running: Callable[[str | None], str] = lambda path: ""
     refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
 
@@ -211,7 +211,7 @@ def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
         what = not_a_backend(override.backend, facts.backends, device.platform)
         text = f"{override.source}: backend {override.backend!r} {what}"
         if not override.optional:
-            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems()))
+            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems))
         settings = settings.without_optional().noting(f"{text}; the selector chooses instead")
     return settings.renamed(names)
 
@@ -447,7 +447,7 @@ def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fac
         here = any(device.platform in c.platforms and c.attends for c in claims)
         if not here:
             text += f"; {install_advice(device.platform)}"
-    return text + "".join(f"\n  note: {problem}" for problem in facts.problems())
+    return text + "".join(f"\n  note: {problem}" for problem in facts.problems)
 
 
 def as_built(

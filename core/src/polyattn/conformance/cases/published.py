@@ -142,7 +142,7 @@ LENGTHS = (
 )
 """Steps that test the plainest layer."""
 
-FEW_KEYS: Lengths = [(1, 9), (3, 70)]
+FEW_KEYS: Lengths = [(1, 9), (3, 170)]
 FURTHER: dict[str, tuple[tuple[dict[str, Any], Lengths | str], ...]] = {
     "after context": tuple(
         (fields, "after context") for fields in (CAP, SLOPES, SINKS, WINDOW, KEPT, CHUNK)

@@ -129,12 +129,14 @@ void write_pages(void *context, Turn *turn) {
     const int32_t *from = x.ids + (token * x.choices + (x.choices > 1 ? row : 0)) * x.width;
     int32_t *to = x.pages + (token * x.num_rows + row) * x.pages_row, n = 0, most = 0;
     int64_t entries = 0;
+    bool part = false;  // pages hold an incomplete group, the last one, once
     for (int32_t i = 0; i < x.width; i++) {
-      const int64_t entry = (int64_t)from[i] * x.group;
-      if (from[i] < 0 || (!x.physical && entry >= visible)) continue;
+      const int64_t entry = (int64_t)from[i] * x.group, shown = x.physical ? x.group : visible - entry;
+      if (from[i] < 0 || shown <= 0 || (shown < x.group && part)) continue;
+      part |= shown < x.group;
       ids[n++] = from[i];
       most = pa_max(most, from[i]);
-      entries += x.physical ? 1 : std::min<int64_t>(visible - entry, x.group);
+      entries += x.physical ? 1 : std::min<int64_t>(shown, x.group);
     }
     const int32_t *groups = sorted(ids, ids + x.width, n, most);
     const int64_t head = x.heads[row] * x.by_head;
