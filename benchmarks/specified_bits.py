@@ -70,10 +70,10 @@ def digest(number: int, backend: str, device: str) -> str:
     lens = [dice.choice(LENGTHS) for _ in range(dice.integer(1, 5))]
     lengths = [(min(n, dice.choice((*QUERIES, n))), n) for n in lens]
     step = AttentionWorkload(AttentionWorkload.layer_of(group, dice), lengths, dice)
-    found = hashlib.sha256(step.run().cpu().numpy().tobytes())
+    bits = hashlib.sha256(step.run().cpu().numpy().tobytes())
     if group.spec.needs_lse:
-        found.update(step.lse.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        bits.update(step.lse.cpu().numpy().tobytes())
+    return bits.hexdigest()[:16]
 
 
 def main() -> None:

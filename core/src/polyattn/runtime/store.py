@@ -104,9 +104,9 @@ class Store(Op):
         rotation = self.rotation if params.rotate else None
         if params.rotate and rotation is None:
             raise BatchError(
-                "this layer rotates, and length_bounds=True leaves to the device the lengths that its "
-                "angles follow from; pass Batch(positions=...) and plan each step, or, of a rotation "
-                "that depends on lengths, rotate before and pass rotate=False"
+                "length_bounds=True leaves to the device the lengths that rotation needs; pass "
+                "Batch(positions=...) and plan each step; if the rotation scales by length, rotate "
+                "before and pass rotate=False"
             )
         if query.dtype.itemsize == 1:
             query, key, value = self._dequantized(query, key, value, params)

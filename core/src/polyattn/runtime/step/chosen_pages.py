@@ -50,7 +50,7 @@ def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def positions_of(batch: Batch) -> Tensor:
-    """Return the positions that a step's tokens are rotated by: given, or as their lengths have it.
+    """Return the positions that a step's tokens are rotated by: the batch's, or those of its lengths.
 
     Where the host has only bounds of the lengths, those on the device count.
 

@@ -52,7 +52,7 @@ def _row(info: BackendInfo) -> list[str]:
         if caps.shared_prefix:
             serves.append("shared prefixes in its own launch")
         if caps.mixes_tails:
-            serves.append("lets NaN of given keys through")
+            serves.append("lets NaN of uncached keys through")
         if caps.by_address:
             serves.append("given keys by address")
         if caps.graph_capture:

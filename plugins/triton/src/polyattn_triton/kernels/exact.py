@@ -55,6 +55,13 @@ def logarithm(x):
 
 
 @triton.jit
+def nothing(BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """The state of rows that have seen no key: the maximum, the sum of weights, the weighted values."""
+    m = tl.full((BLOCK_M,), -INF, tl.float32)
+    return m, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, WIDTH), tl.float32)
+
+
+@triton.jit
 def joined(m, l, o, its_m, its_l, its_o):
     """The state of the keys of both; where one has seen no key, the other's."""
     top = tl.maximum(m, its_m)
@@ -143,17 +150,13 @@ def exact_kernel(
     part_of_4 = tl.arange(0, 4)
     columns = tl.arange(0, WIDTH)
     i = tl.arange(0, BLOCK)
-    m = tl.full((BLOCK_M,), -INF, tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
-    o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    m, l, o = nothing(BLOCK_M, WIDTH)
     first, end, segment, last = segments_of(low, kept, near, high)
     if segments > 1:
         segment = tl.maximum(segment, tl.program_id(2))
         last = tl.minimum(last, tl.program_id(2) + 1)
     while segment < last:
-        part_m = tl.full((BLOCK_M,), -INF, tl.float32)
-        part_l = tl.zeros((BLOCK_M,), tl.float32)
-        part_o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        part_m, part_l, part_o = nothing(BLOCK_M, WIDTH)
         block = tl.maximum(first, segment * SEGMENT)
         while block < tl.minimum(end, (segment + 1) * SEGMENT):
             key = block * BLOCK + i
@@ -226,9 +229,7 @@ def exact_join_kernel(
     )
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, WIDTH)
-    m = tl.full((BLOCK_M,), -INF, tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)
-    o = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    m, l, o = nothing(BLOCK_M, WIDTH)
     _, _, first, last = segments_of(low, kept, near, high)
     segment = tl.where(segments > 1, first, 0)
     last = tl.where(segments > 1, last, 1)
