@@ -1,4 +1,4 @@
-"""Sequences whose keys lie on several ranks: what is built on polyattn's groups and layers for them.
+"""Context parallelism: polyattn's groups and layers for sequences whose keys lie on several ranks.
 
 context = ContextParallel(mesh["context"])            # the ranks that share sequences
 shared = ContextGroup(group, context)                 # a polyattn.LayerGroup over them

@@ -1,4 +1,4 @@
-"""How is a step of several ranks planned? `ContextGroup`: one batch, on every rank its own part of it."""
+"""`ContextGroup` plans a step of several ranks. Each rank plans its own part of one batch."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ T = TypeVar("T")
 class ContextPlan(StepPlan):
     """A step of one `ContextGroup`: made once, run by each of its layers, on every rank.
 
-    `batch`: what it was made of; `tokens`: the rows that each layer is given on this rank;
-    `by_heads`: whether it returns this rank's heads alone.
+    `batch`: the step's batch. `tokens`: the rows that each layer takes on this rank.
+    `by_heads`: whether a layer returns only this rank's heads.
     """
 
     def __init__(
         self, shared: ContextGroup, batch: Batch, tokens: int, by_heads: bool, ops: list[Op]
     ):
-        # Without its table, which is in the engine's blocks: the parts' own plans check theirs.
+        # The table is in the engine's blocks, so it stays out. The parts' plans check their own tables.
         super().__init__(shared.group, Batch(batch.starts, batch.lens, device=batch.device), ops)
         self.shared, self.batch = shared, batch
         self.tokens, self.by_heads = tokens, by_heads
 
 
 class ContextGroup:
-    """A `LayerGroup` whose sequences lie on several ranks. Built on all of them at the same time.
+    """A `LayerGroup` whose sequences lie on several ranks. Every rank builds it at the same time.
 
     - `group`: of a decoder's causal layer with `needs_lse=True` (states can't merge without). With
       `keys="heads"`: of `heads_of_rank(spec, context.size)`.
@@ -102,7 +102,7 @@ class ContextGroup:
             raise SpecError(f"{self.spec} over {self.context.size} ranks: {why}")
 
     def _why_not(self) -> str | None:
-        """Say why the layer can't be served so, and what can, or None."""
+        """Return why this arrangement can't serve the layer, with a remedy, or None."""
         spec, size, ring = self.spec, self.context.size, self.prefill == "ring"
         place, by_heads = order_matters(spec), self.keys == "heads"
         whole = "use prefill='all_gather'"
@@ -133,7 +133,7 @@ class ContextGroup:
         return next((why for why, holds in refusals.items() if holds), None)
 
     def _load(self) -> None:
-        """Load what the layer's steps need, so that a backend that is missing is an error now."""
+        """Load the backends of the layer's steps now, so that a missing one raises here."""
         assert self.group.cache_format is not None
         size = self.group.cache_format.block_size
         self.blocks = Blocks(size, self.context.rank, self.context.size)
@@ -145,18 +145,18 @@ class ContextGroup:
             self.states = plain_group(self.group)
             return
         self.states = plain_group(self.group, masked=False)
-        # A window and ALiBi at once: no row of a backend's says both, so such rows are collected.
+        # No backend's row expresses a window and ALiBi at once, so the keys of such rows are collected.
         self.decodes = not (masked(self.spec) and self.spec.alibi)
         self.ring = RingKernels(self.group, self.room) if self.prefill == "ring" else None
 
     @cached_property
     def unmasked(self) -> LayerGroup:
-        """Several new tokens over keys that all of them see."""
+        """The group for several new tokens that see all keys."""
         return plain_group(self.group, causal=False)
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block as the batch counts them: where keys lie by block, all ranks' together."""
+        """Tokens of a block in the batch's count. With `keys="blocks"`, all ranks' tokens of it."""
         return self.blocks.engine_block if self.keys == "blocks" else self.blocks.block_size
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
@@ -198,7 +198,7 @@ class ContextGroup:
         return self._together("the step", note, lambda: self._plan(batch, queries, anchors))
 
     def _together(self, what: str, note: str, make: Callable[[], T]) -> T:
-        """Return what this rank makes, where every rank could make it and means the same."""
+        """Return `make()` if it succeeds on every rank and all ranks' notes agree."""
         context, result, error = self.context, None, None
         try:
             result = make()
@@ -223,7 +223,7 @@ class ContextGroup:
         batch.check_pages(self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:
-        """Say what this rank is about to plan, as far as all ranks must say the same."""
+        """Describe the parts of this rank's plan that all ranks must share."""
         same = [queries, batch.num_seqs]
         if self.keys != "placed":
             same += [batch.starts, batch.lens, batch.slot_mapping is None]
@@ -237,7 +237,7 @@ class ContextGroup:
         return f"{words}, {digest}"
 
     def _check_one_stores(self, batch: Batch) -> None:
-        """Check that one rank, and no other, keeps the new tokens. Raises `ParallelError`."""
+        """Check that exactly one rank stores each new token. Raises `ParallelError`."""
         brought = self.context.numbers([batch.slot_mapping is not None])
         storing = [rank for rank, (n,) in enumerate(brought) if n]
         if len(storing) != 1:
@@ -273,7 +273,7 @@ class ContextGroup:
         return [] if slots is None else [StoreKeys(self.group, slots)]
 
     def _placed(self, batch: Batch) -> Op:
-        """Every rank has all queries, each batch the rank's own keys; one brings slots for new ones."""
+        """Plan placed keys. Every rank has all queries and its own keys; one rank stores the new ones."""
         several = batch.max_query_len > 1
         if several and self.spec.latent is not None:
             raise BatchError(
@@ -285,7 +285,7 @@ class ContextGroup:
         return OverRanks(Attend(group.plan(mine)), self.merging)
 
     def _parts(self, batch: Batch) -> list[Op]:
-        """Take a step that every rank has whole apart: rows of one token, and longer ones."""
+        """Split a step that every rank has whole into rows of one token and longer rows."""
         phases, ops = by_phase(batch), list[Op]()
         for part in (phases.decode, phases.prefill):
             if part is None or not part.batch.num_tokens:
@@ -302,8 +302,7 @@ class ContextGroup:
     def collected(self, cache: KVCache, batch: Batch) -> tuple[KVCache, Batch]:
         """Return the sequences' keys of all ranks, in order, as a cache and a batch over it.
 
-        What a check or another process wants to see. Every rank calls it; it is of use until the
-        next step.
+        For checks and other processes. Every rank calls it. The result is valid until the next step.
         """
         layout = Layout.of(self.context, batch, self.blocks, [range(0)] * batch.num_seqs, new=False)
         room = self.room.take(layout.num_blocks)

@@ -1,4 +1,4 @@
-"""How is a step shared out by heads? Ranks swap tokens for heads, attend, and swap back (Ulysses).
+"""Splits a step by heads (Ulysses): ranks exchange tokens for heads, attend, and exchange back.
 
 Every rank holds all keys of its own heads. So it computes an ordinary step of a layer with fewer heads,
 over an ordinary cache (DeepSpeed-Ulysses, arXiv 2309.14509). Where there are fewer KV heads than ranks,
@@ -18,9 +18,9 @@ __all__ = ["ByHeads", "heads_of_rank", "own_heads"]
 
 
 def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:
-    """Return the layer that each of `size` ranks computes of `spec`: its share of the heads.
+    """Return the layer that each of `size` ranks computes: `spec` with the rank's share of heads.
 
-    Raises `SpecError` where heads can't be shared out evenly.
+    Raises `SpecError` if the heads don't divide evenly.
     """
     kv = 1 if spec.latent else spec.num_kv_heads
     even = spec.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
@@ -37,8 +37,8 @@ def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:
 class ByHeads(Op):
     """An ordinary step of the rank's own heads, between two exchanges.
 
-    `own`: each rank has its own tokens with all heads; else every rank has all tokens. `by_heads`:
-    each rank gets only its own heads.
+    `own`: each rank has its own tokens with all heads. Otherwise every rank has all tokens.
+    `by_heads`: each rank gets only its own heads.
     """
 
     def __init__(self, plan: StepPlan, shares: Shares, own: bool, by_heads: bool):

@@ -1,9 +1,9 @@
-"""Which keys does a rank attend to? What it holds, what is collected in order, or an anchor and its own.
+"""The keys that a rank attends to: its own, all of them collected in order, or an anchor and its own.
 
 A decode's rows attend to what the rank holds, and states merge. Where a key's part depends on nothing
 but the key, the rank's blocks are a cache like any other. Where it depends on the key's place, a backend
-must not believe that its keys are neighbours. What a window leaves is therefore copied together. Under
-ALiBi each block is a row of its own. Its distances are off by one number, which moves the row's LSE.
+must not take the rank's keys for neighbours. The keys that a window leaves are therefore copied together.
+Under ALiBi each block is a row of its own. One number corrects its distances, and it moves the row's LSE.
 
 Longer rows attend to everything in order. Each rank's blocks and the step's keys come together in a cache
 that lasts for the call. The ordinary plan of the rank's own queries runs over it. (Llama 3, arXiv
@@ -31,11 +31,11 @@ from polyattn_context_parallel.shards import Blocks, Zigzag
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a step's sequences lie while it runs, and what comes there from the ranks' caches.
+    """Where a step's sequences lie while it runs, and which blocks of the ranks' caches go there.
 
-    `fetched` int64: the blocks of each rank's cache that are collected, in order; every rank's are
-    neighbours, so that engine blocks are whole. `table` int32 (num_seqs, blocks), `lens`: as a
-    batch over the room has them. `slots` int64 (num_tokens,): where the step's own tokens go.
+    `fetched` int64: the collected blocks of each rank's cache, in order. All ranks' parts of an engine
+    block lie side by side. `table` int32 (num_seqs, blocks) and `lens` belong to a batch over the room.
+    `slots` int64 (num_tokens,): where the step's own tokens go.
     """
 
     context: ContextParallel
@@ -54,7 +54,7 @@ class Layout:
         gone: Sequence[range],
         new: bool = True,
     ) -> Layout:
-        """Lay out each sequence without its blocks that are gone; without `new` the cache has all."""
+        """Lay out each sequence without its dropped blocks. Without `new` the cache holds all keys."""
         assert batch.block_table is not None
         per, lens = blocks.engine_block, []
         rows: list[int] = []
@@ -76,7 +76,7 @@ class Layout:
         return cls(context, fetched, placed.block_table, lens, slots, num_blocks)
 
     def fetch(self, cache: KVCache, room: KVCache) -> None:
-        """Bring the ranks' blocks of the sequences into the room."""
+        """Copy the sequences' blocks of all ranks into the room."""
         count, size = len(self.fetched), self.context.size
         if not count:
             return
@@ -91,7 +91,7 @@ class Layout:
 def _table(
     counts: Sequence[tuple[int, int]], fetched: int, size: int
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """Return a block table int32 over fetched blocks, then new ones, and how many there are in all."""
+    """Return a block table int32 over fetched blocks, then new ones, and the total number of blocks."""
     width = max((total for _, total in counts), default=0) * size
     table = np.zeros((len(counts), width), np.int32)
     old, new = 0, fetched * size
@@ -179,8 +179,8 @@ def anchored(room: Room, context: ContextParallel, batch: Batch, anchors: list[i
 def held(group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec) -> Op:
     """Plan rows of one token over this rank's keys; `batch` speaks of all ranks' keys.
 
-    A row of which the rank has no key gets output 0 and LSE -inf. `group`: of `spec`, but without
-    learned sinks, and where that has a window or chunks without them.
+    A row gets output 0 and LSE -inf if the rank has none of its keys. `group` serves `spec` without
+    learned sinks, windows and chunks.
     """
     if masked(spec):
         return _copied_together(group, room, batch, blocks, spec)
@@ -193,7 +193,7 @@ def held(group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: Laye
 def _copied_together(
     group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec
 ) -> InRoom:
-    """Plan over those of this rank's keys that a window, a chunk or the kept first tokens leave."""
+    """Plan over this rank's keys that a window, a chunk or sink tokens leave visible."""
     assert batch.block_table is not None
     size = blocks.block_size
     places = [_seen_places(spec, length, blocks) for length in batch.lens]
@@ -223,10 +223,10 @@ def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any
 
 
 class BlockByBlock(Op):
-    """ALiBi over scattered blocks: each block of each sequence a row, whose states merge here.
+    """ALiBi over scattered blocks: each block of each sequence is a row. The rows' states merge here.
 
-    A backend puts a row's query at its last key. The true distance is the same number more for all of
-    its keys. So slope times that number belongs to the LSE, and the output is right as it is.
+    A backend puts a row's query at its last key. All true distances are larger by one number. So slope
+    times that number is added to the LSE, and the output needs no change.
     """
 
     def __init__(self, group: LayerGroup, batch: Batch, blocks: Blocks):
@@ -264,7 +264,7 @@ class BlockByBlock(Op):
 
 
 def order_matters(spec: LayerSpec) -> str | None:
-    """Name what makes a key's part depend on its place, None for full attention."""
+    """Return the feature that makes a key's part depend on its place, or None for full attention."""
     for name in ("sliding_window", "chunk_size", "sink_tokens", "alibi"):
         if getattr(spec, name):
             return name
@@ -272,12 +272,12 @@ def order_matters(spec: LayerSpec) -> str | None:
 
 
 def masked(spec: LayerSpec) -> bool:
-    """Whether a causal row doesn't see every key before it."""
+    """Return whether a causal row may not see every key before it."""
     return spec.sliding_window is not None or spec.chunk_size is not None
 
 
 def side_by_side(lens: Sequence[int], size: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return a block table int32 of sequences one after another in blocks of `size`, and their blocks."""
+    """Return a block table int32 of consecutive sequences in blocks of `size`, and its block count."""
     blocks = [-(-n // size) for n in lens]
     table = torch.zeros(len(lens), max(blocks, default=0), dtype=torch.int32, device="cpu")
     for row, (first, count) in enumerate(zip(accumulate(blocks, initial=0), blocks, strict=False)):
@@ -286,10 +286,10 @@ def side_by_side(lens: Sequence[int], size: int, device: torch.device) -> tuple[
 
 
 def plain_group(group: LayerGroup, *, causal: bool = True, masked: bool = True) -> LayerGroup:
-    """Return a group of the same backends over the same cache whose rows leave learned sinks out.
+    """Return a group of the same backends over the same cache, without learned sinks.
 
-    Without `masked` every key counts that a row has: no window, chunk or kept first tokens. Raises
-    `SelectionError` where one of the backends can't serve that.
+    With `masked=False` a row sees all of its keys: no window, chunk or sink tokens. Raises
+    `SelectionError` if one of the backends can't serve that.
     """
     spec = group.spec.replace(learned_sinks=False, causal=causal)
     if not masked:

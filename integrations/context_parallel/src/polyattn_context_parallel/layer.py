@@ -1,4 +1,4 @@
-"""What does an engine hold? `ContextAttention`: one layer whose keys lie on several ranks."""
+"""`ContextAttention`: one layer whose keys lie on several ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from polyattn_context_parallel.group import ContextGroup, ContextPlan
 class ContextAttention(nn.Module):
     """An `Attention` or `LatentAttention` over the ranks of a `ContextGroup`. Forward only.
 
-    `layer`: of `shared.group`; its sinks, slopes, scales and weights count. It doesn't rotate: queries
-    and keys come rotated, because a rank knows its positions and no other's batch. Raises `SpecError`.
+    `layer` belongs to `shared.group`; its sinks, slopes, scales and weights apply. Pass queries and keys
+    that are rotated already: a rank knows only its own batch's positions. Raises `SpecError`.
     """
 
     def __init__(self, shared: ContextGroup, layer: Attention | LatentAttention):
@@ -48,7 +48,7 @@ class ContextAttention(nn.Module):
         cache: KVCache,
         plan: ContextPlan,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Store what falls to this rank and attend, on every rank at the same time.
+        """Store this rank's keys and attend. Every rank calls it at the same time.
 
         `query`, `key`, `value`: (tokens, heads, size), of an MLA layer query, latent and rope key as
         it takes them; of all the step's tokens or this rank's own, as the plan says; `cache`: this
@@ -71,7 +71,7 @@ class ContextAttention(nn.Module):
     def _frame(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache, plan: Any
     ) -> Frame:
-        """Return what was given as the step's ops take it. Raises `BatchError`, `CacheError`."""
+        """Return the arguments as a frame for the step's ops. Raises `BatchError`, `CacheError`."""
         if not isinstance(plan, ContextPlan) or plan.shared is not self.shared:
             raise BatchError(f"plan={plan!r} must be a plan of this layer's ContextGroup")
         if not isinstance(cache, KVCache):

@@ -1,7 +1,7 @@
-"""How do the ranks' states become one? One all-gather, or one all-to-all by heads, then the merge op.
+"""Merges the ranks' states: one all-gather, or one all-to-all by heads, then the merge op.
 
-Every rank merges the same states in the order of the ranks, so that all have the same bits. A
-learned sink joins the softmax once, after the last of them.
+Every rank merges the same states in rank order, so all ranks get the same bits. A learned sink joins
+the softmax once, after the last state.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from polyattn_context_parallel.ranks import ContextParallel
 
 ALIGNED = 16
-"""Bytes to whose multiple an output is padded: where kernels may write and the LSEs begin."""
+"""Outputs are padded to a multiple of these bytes, for kernels' alignment and the start of the LSEs."""
 
 
 class Merging:
-    """What merges a group's states; buffers are kept from step to step.
+    """Merges a group's states. Buffers stay from step to step.
 
     `by_heads`: each rank gets only its own heads, `num_heads / size` of them in order.
     """
@@ -34,14 +34,14 @@ class Merging:
         """Return buffers for states of queries `like` (tokens, heads, size), outputs of `width`."""
         key = (*like.shape[:2], width, like.dtype, like.device)
         if key not in self._kept:
-            self._kept.clear()  # buffers of the last shape, not of every one there ever was
+            self._kept.clear()  # only the last shape's buffers stay
             heads = like.shape[1] // (self.context.size if self.by_heads else 1)
             self._kept[key] = _Buffers(like, width, heads, self.context.size)
         return self._kept[key]
 
 
 class OverRanks(Op):
-    """An op over each rank's keys, whose states merge: all queries are on every rank."""
+    """Attends all queries to each rank's own keys, and merges the ranks' states."""
 
     def __init__(self, op: Op, merging: Merging, rows: Rows = None):
         self.op, self.merging, self.rows, self.inner = op, merging, rows, (op,)
@@ -69,7 +69,7 @@ class OverRanks(Op):
 
 
 def write_merged(frame: Frame, total: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-    """Write the state over all keys, which a learned sink (heads,) joins as the last."""
+    """Write the state over all keys. A learned sink (heads,) joins last."""
     if sinks is not None:
         total, lse = with_sinks(total, lse, sinks)
     frame.out.copy_(total)
@@ -91,7 +91,7 @@ class _Buffers:
 
         start = -(-tokens * heads * width * dtype.itemsize // ALIGNED) * ALIGNED
         length = -(-(start + tokens * heads * precise.itemsize) // ALIGNED) * ALIGNED
-        # What is padding is sent too, so it is written once.
+        # Padding is sent too, so it is written once.
         self.sent = torch.zeros(rows, length, dtype=torch.uint8, device=like.device)
         self.received = torch.zeros(size, length, dtype=torch.uint8, device=like.device)
         end = start + tokens * heads * precise.itemsize

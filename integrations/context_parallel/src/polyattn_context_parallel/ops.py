@@ -1,4 +1,4 @@
-"""What does a rank do around attention? Ops over a layer's frame, which run as core's own do."""
+"""A rank's ops around attention, over a layer's frame. They run as core's own ops do."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StoreKeys(Op):
 
 
 class Attend(Op):
-    """A plan of this rank's own, over keys that the frame's cache holds by now.
+    """Runs a plan of this rank's own over the keys in the frame's cache.
 
-    `sinks`: whether learned sinks count here. Where states merge they join once, over all ranks.
+    `sinks`: whether learned sinks join here. Where states merge, sinks join once, over all ranks.
     """
 
     def __init__(self, plan: StepPlan, sinks: bool = False):
@@ -41,25 +41,25 @@ class Attend(Op):
 
 
 class Room:
-    """The cache that keys are collected in: one for a group's layers, grown when a step needs more."""
+    """A cache for collected keys. A group's layers share it, and it grows with a step's need."""
 
     def __init__(self, group: LayerGroup):
         self.group = group
         self._cache: KVCache | None = None
 
     def take(self, num_blocks: int) -> KVCache:
-        """Return a cache of at least this many blocks, whose content is anything."""
+        """Return a cache of at least this many blocks, with arbitrary content."""
         if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # the old one goes before the new one comes
+            self._cache = None  # frees the old cache before the new one is allocated
             self._cache = self.group.allocate_cache(max(num_blocks, 1))
         return self._cache
 
 
 class InRoom(Op):
-    """An op over keys that are brought together, in order, in a cache that lasts for the call.
+    """An op over keys that are collected, in order, in a cache that lasts for the call.
 
-    `fetch(frame, inner)` brings what is elsewhere to the inner frame's cache; `slots` int64
-    (num_tokens,) are where the frame's own keys go there.
+    `fetch(frame, inner)` copies other ranks' keys to the inner frame's cache. `slots` int64
+    (num_tokens,): where the frame's own keys go there.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class InRoom(Op):
 
 
 class GatherKeys(Op):
-    """Each rank has the keys of its own tokens; the frame gets those of all."""
+    """Gathers the keys of all ranks' tokens into the frame."""
 
     def __init__(self, shares: Shares):
         self.shares = shares
@@ -94,7 +94,7 @@ class GatherKeys(Op):
 
 
 class ShareQueries(Op):
-    """An op over this rank's queries of those that all ranks have; outputs come to all.
+    """Runs an op over this rank's share of the queries; every rank gets all outputs.
 
     `by_heads`: each rank gets only its own heads.
     """
@@ -113,7 +113,7 @@ class ShareQueries(Op):
 
 
 def keys_by(change: Callable[[Tensor], Tensor], frame: Frame) -> tuple[Any, Any]:
-    """Return a frame's keys and values, changed alike; a latent's value is its key's first part."""
+    """Return a frame's keys and values after `change`. A latent's value is its key's first part."""
     if frame.key is None or frame.value is None:
         return None, None
     key = change(frame.key)
@@ -123,7 +123,7 @@ def keys_by(change: Callable[[Tensor], Tensor], frame: Frame) -> tuple[Any, Any]
 
 
 def room_for_out(inner: Frame, like: Frame) -> Frame:
-    """Give a frame an output and LSE of its own, for its query."""
+    """Give `inner` an output and an LSE of its own, for its query."""
     query = inner.query
     inner.out = like.out.new_empty(*query.shape[:2], like.out.shape[2])
     inner.lse = None if like.lse is None else like.lse.new_empty(query.shape[:2])

@@ -49,7 +49,7 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 class ParallelError(PolyattnError):
-    """Ranks that disagree, or one that died or did not answer; every rank raises."""
+    """Ranks disagree, or one died or didn't answer. Every rank raises it."""
 
 
 class ContextParallel:
@@ -58,12 +58,12 @@ class ContextParallel:
     - `mesh`: one-dimensional, as `mesh["context"]` of a larger one is; along its other dimensions
       ranks are independent, as those of tensor parallelism are.
     - `timeout`: seconds after which a rank that doesn't answer is an error on all others.
-    - `checks`: compare notes at each plan, so that ranks that disagree on a step are told before it
-      runs. One small all-gather a step, which waits for the device.
+    - `checks`: compare notes at each plan, so that ranks which disagree on a step raise before it
+      runs. Costs one small all-gather a step, which waits for the device.
 
-    Every rank of the mesh builds one at the same time. Once an error came up between or within
-    collectives the ranks don't know how far the others are, so everything that is asked of this
-    object afterwards is refused. Raises `SpecError`, `ParallelError`.
+    Every rank of the mesh builds one at the same time. After an error between or within collectives
+    no rank knows how far the others are, so the object refuses all further calls. Raises `SpecError`,
+    `ParallelError`.
     """
 
     def __init__(self, mesh: DeviceMesh, *, timeout: float = 60.0, checks: bool = True):
@@ -82,7 +82,7 @@ class ContextParallel:
         if self.device_type == "cpu":
             _end_later()
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
-        # NCCL's own watch ends the process; what waits on the host here comes before it.
+        # NCCL's watchdog would end the process; the waits on the host here time out before it.
         limit = self.timeout * (1.0 if self.device_type == "cpu" else WATCH)
         try:
             self._group: Any = dist.new_group(
@@ -115,7 +115,7 @@ class ContextParallel:
     def pass_on(self, received: Tensor, sent: Tensor) -> Callable[[], None]:
         """Send to the next rank of the ring and receive from the one before.
 
-        Returns what waits until `received` is there and `sent` may be written.
+        Returns a function that waits until `received` is complete and `sent` may be overwritten.
         """
         after = self._ranks[(self.rank + 1) % self.size]
         before = self._ranks[(self.rank - 1) % self.size]
@@ -135,7 +135,7 @@ class ContextParallel:
         return received
 
     def exchanged(self, sent: Tensor) -> Tensor:
-        """Return (size, ...): what each rank has for this one in `sent` (size, ...)."""
+        """Return (size, ...): this rank's row of each rank's `sent` (size, ...)."""
         received = torch.empty_like(sent)
         if sent.numel():
             self.all_to_all(
@@ -163,7 +163,7 @@ class ContextParallel:
         that has one, `ParallelError` on the others, or where notes differ.
         """
         self.check()
-        # A rank that skipped a step would else be taken for one that is at this one.
+        # Otherwise a rank that skipped a step would pass for one at this step.
         self._notes += 1
         note = f"note {self._notes}: {note}"
         said = plain(describe(error), NOTE_BYTES) if error is not None else note
@@ -198,7 +198,7 @@ class ContextParallel:
             )
 
     def break_off(self, error: BaseException) -> None:
-        """Remember that this rank left the others alone in the middle of a step."""
+        """Record that this rank left a step unfinished, while others may wait for it."""
         self.broken = self.broken or describe(error)
 
     def _do(self, collective: Callable[[], Any]) -> None:
@@ -215,7 +215,7 @@ class ContextParallel:
             ) from error
 
     def _wait(self, work: Any) -> None:
-        """Wait on the host, no longer than the timeout, whatever the backend's own waiting does."""
+        """Wait on the host, at most for the timeout; backends' own waits may be longer."""
         if self.device_type == "cpu":
             work.wait()
             return

@@ -1,9 +1,9 @@
-"""How do whole prompts attend while keys go round? Each rank keeps its queries, keys come past.
+"""Ring attention for whole prompts: each rank keeps its queries, and keys go from rank to rank.
 
 Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889) over zigzag pieces. At each turn a rank attends to
-the keys that it was passed while the next ones are under way, and merges the state. A turn takes one
-piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. That is half
-of what is there, on every rank, at every turn. The rank whose block a key falls into stores it.
+the keys that it received, while the next ones are in transfer, and merges the state. A turn takes one
+piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. So every rank
+does half of the full product at every turn. The rank whose block a key falls into stores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polyattn_context_parallel.shards import Blocks, Zigzag
 
 
 class RingKernels:
-    """What a group's layers share: kernels for own keys and for others', and where states meet."""
+    """Shared by a group's layers: kernels for own keys and for other ranks' keys, and the merge."""
 
     def __init__(self, group: LayerGroup, room: Room):
         self.own, self.others = plain_group(group), plain_group(group, causal=False)
@@ -35,7 +35,7 @@ class RingKernels:
 
 @dataclass(frozen=True)
 class Turn:
-    """`count` keys of one rank: how this rank attends to them, and which of them it stores."""
+    """How this rank attends to `count` keys of one rank, and which of them it stores."""
 
     count: int
     attend: InRoom
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Ring(Op):
-    """Whole prompts, of which every rank has its own pieces."""
+    """Attends whole prompts. Every rank has its own pieces of them."""
 
     def __init__(
         self, kernels: RingKernels, context: ContextParallel, blocks: Blocks, batch: Batch

@@ -1,11 +1,11 @@
-"""Which rank holds what? Keys by block of each sequence, a prompt's tokens by zigzag.
+"""Which rank holds which keys and tokens: keys by block of each sequence, a prompt's tokens by zigzag.
 
-Keys: an engine's block of `block_size * size` tokens is `size` blocks of `block_size`, one a rank,
-under the same number on each. So block tables, allocation and prefix caches stay what they are on
-one device, and every rank's part grows alike.
+Keys: an engine's block of `block_size * size` tokens is `size` blocks of `block_size`, one on each rank,
+under the same number. So block tables, allocation and prefix caches are the same as on one device, and
+all ranks' parts grow at the same rate.
 
 Tokens: a sequence's new tokens are cut into 2 * size pieces; rank r computes piece r and piece
-2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it. So each pair costs
+2 * size - 1 - r. Under a causal mask a piece's cost grows with the keys before it. So each pair costs
 the same, as in Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2).
 """
 
@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def engine_block(self) -> int:
-        """Tokens of a block as the engine counts them: all ranks' together."""
+        """Return the tokens of an engine's block: all ranks' parts together."""
         return self.block_size * self.size
 
     def held(self, lens: Any) -> Numbers:
@@ -91,11 +91,11 @@ class Zigzag:
 
     @property
     def longest(self) -> int:
-        """Tokens of the rank that has the most: what every rank's part is padded to on the way."""
+        """Return the largest rank's number of tokens. Every rank's part is padded to it for transfer."""
         return max(self.counts)
 
     def places(self) -> Numbers:
-        """Return where each of the step's tokens lies among all ranks' parts, padded, in rank order."""
+        """Return each token's place among all ranks' padded parts, in rank order."""
         positions = np.empty(sum(self.query_lens), np.int64)
         for rank in range(self.size):
             tokens = self.tokens(rank)
@@ -112,16 +112,16 @@ def own_heads(count: int, rank: int, size: int) -> slice:
 
 
 class Shares:
-    """How tensors of a step, (tokens, heads, ...), come together and are shared out, by rows and heads.
+    """Gathers and scatters a step's tensors (tokens, heads, ...) between ranks, by rows and heads.
 
-    `mine` int64: the tokens that this rank has where each has its own.
+    `mine` int64: this rank's own tokens, where each rank has its own.
     """
 
     def __init__(self, batch: Batch, context: ContextParallel):
         self.context, zigzag = context, Zigzag.of(batch, context.size)
         self.longest = zigzag.longest
         tokens = [torch.from_numpy(zigzag.tokens(rank)) for rank in range(context.size)]
-        # Where each rank's tokens lie in the step; what pads its part is some token.
+        # Each rank's tokens by their place in the step. Any token may serve as padding.
         parts = torch.zeros(context.size, self.longest, dtype=torch.int64, device="cpu")
         for part, own in zip(parts, tokens, strict=True):
             part[: len(own)] = own
@@ -129,7 +129,7 @@ class Shares:
         self.places = torch.from_numpy(zigzag.places()).to(batch.device)
 
     def all_tokens(self, own: Tensor) -> Tensor:
-        """Return all of the step's rows, of which each rank has its own."""
+        """Return all ranks' rows of the step from each rank's own."""
         return self.context.gathered(self._padded(own)).flatten(0, 1)[self.places]
 
     def own_heads(self, whole: Tensor) -> Tensor:
@@ -138,18 +138,18 @@ class Shares:
         return whole[:, heads].contiguous()
 
     def all_heads(self, own: Tensor) -> Tensor:
-        """Return all heads of a tensor of which each rank has its own."""
+        """Return all ranks' heads of a tensor from each rank's own."""
         return self.context.gathered(own).transpose(0, 1).flatten(1, 2)
 
     def to_heads(self, own: Tensor) -> Tensor:
-        """Give own tokens of all heads, take all tokens of own heads."""
+        """Exchange own tokens of all heads for all tokens of own heads."""
         size, padded = self.context.size, self._padded(own)
         cuts = [own_heads(own.shape[1], rank, size) for rank in range(size)]
         sent = torch.stack([padded[:, cut] for cut in cuts])
         return self.context.exchanged(sent).flatten(0, 1)[self.places]
 
     def to_tokens(self, own: Tensor) -> Tensor:
-        """Give all tokens of own heads, take own tokens of all heads."""
+        """Exchange all tokens of own heads for own tokens of all heads."""
         received = self.context.exchanged(own[self.parts])
         return received[:, : len(self.mine)].transpose(0, 1).flatten(1, 2)
 
