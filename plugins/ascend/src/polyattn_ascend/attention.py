@@ -61,7 +61,7 @@ class FusedAttention(AttentionBackend):
             return
         key, value, table = cache.key, cache.value, batch.block_table
         if not (key.is_contiguous() and value.is_contiguous()) and table is not None:
-            # CANN reads caches without gaps alone: of others it gets the pages that this step reads.
+            # CANN reads only caches without gaps. From others this step's pages are copied for it.
             pages = table.flatten().long().clamp(0, len(key) - 1)
             key, value = key[pages], value[pages]
             table = torch.arange(len(pages), dtype=torch.int32, device=table.device).view_as(table)

@@ -35,8 +35,8 @@ ROUNDING = Rounding()
 class UnifiedPlan(Plan):
     """A step's metadata, with or without the step's own keys.
 
-    Which of the two a layer needs is known when it runs (`run` with key None: all keys are in the
-    cache); the one that isn't expected is made then, once for all layers.
+    A layer's call decides which of the two it needs (with key None, all keys are in the cache). The
+    unexpected one is made at the first such call, once for all layers.
     """
 
     __slots__ = ("_block_size", "_made", "_spec", "_table")

@@ -1,4 +1,4 @@
-"""Which steps run as one graph? Sizes are rounded up to few values, and a step is named by them.
+"""Which steps share a graph: sizes are rounded up to few values, which name a step's graph.
 
 A graph of static shapes is compiled once for each (phase, query length, shared blocks, unique
 blocks, logits); rounding trades padded work for the number of such graphs.
@@ -18,7 +18,7 @@ class Bucket(NamedTuple):
 
     `query` tokens, `shared` and `unique` blocks, `logits`: rows that the sampler reads, at most one
     a sequence, so as many sequences as the graph takes. `keys`: how many of the step's own keys the
-    causal part holds against every query; 0 where a slice needs those up to its own end alone.
+    causal part holds against every query; 0 where a slice needs only those up to its own end.
     `contiguous`: the unique blocks are a slice of the cache.
     """
 
@@ -55,8 +55,8 @@ def phase(causal: bool, shared: bool, unique: bool) -> str:
 class Rounding:
     """Rounds a size up to `steps` to `2 * steps - 1` times a power of two.
 
-    `steps`, a power of two, is how many sizes there are between a power of two and the next; a size
-    grows by less than one part in `steps`. 0 rounds nothing.
+    `steps`, a power of two, is the number of sizes between a power of two and the next. A size grows
+    by less than one part in `steps`. 0 disables rounding.
     """
 
     steps: int = 4
@@ -69,4 +69,4 @@ class Rounding:
 
 
 EXACT = Rounding(steps=0)
-"""Every size as it is: a graph for each step's shapes, nothing padded."""
+"""No rounding: each step's shapes have their own graph, without padding."""

@@ -1,10 +1,10 @@
-"""What does one step of Unified Attention need? Made on the host from lengths and a block table.
+"""Builds the metadata of one step of Unified Attention, on the host, from lengths and a block table.
 
 Every key of every sequence belongs to exactly one part. A sequence of one query token takes all its
-keys, its own included, from the cache: then a step of decodes alone has no causal part, and in a
-mixed step the causal part leaves that token's key out, so it counts once. A longer query takes the
-step's own keys from the causal part and its context from the cache, unless there are none at hand.
-Keys that are given whole, of a layer without a cache, are all in the causal part.
+keys, its own included, from the cache. So a step of decodes has no causal part, and in a mixed step
+the causal part leaves that token's key out, so that it counts once. A longer query takes the step's
+own keys from the causal part if they are at hand, and its context from the cache. A layer without a
+cache has all of its keys in the causal part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polyattn_hpu.buckets import SLICE, Bucket, Rounding, phase
 
 Ints = NDArray[np.int64]
 KEPT_MASKS = 1 << 28
-"""Elements of causal masks that a step keeps, for all layers; of a longer one each is made anew."""
+"""Most elements of causal masks that a step keeps for all layers. Larger masks are made for each call."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Split:
-    """The entries apart: shared ones by (block, position) with their users, and unique ones."""
+    """The entries in two groups: shared ones by (block, position) with their users, and unique ones."""
 
     shared: _Entries
     users: tuple[Ints, Ints]
@@ -140,8 +140,8 @@ def build(
     """Return the metadata of a step.
 
     `lens` count context plus new tokens; `block_table` (num_seqs, max_blocks) on the host. `fresh`:
-    the step's own keys will be at hand for the causal part. Without a block table all keys are:
-    `key_starts` says in which row each sequence's `lens` keys start.
+    the step's own keys will be at hand for the causal part. Without a block table all keys are at hand,
+    and `key_starts` has the row at which each sequence's `lens` keys start.
     """
     queries, total = np.asarray(query_lens, np.int64), np.asarray(lens, np.int64)
     starts = np.cumsum(queries) - queries
@@ -270,7 +270,7 @@ def _pack(
 
 
 class _Masks(Sequence[Tensor]):
-    """The mask of each slice, made when it is asked for: with 128k queries all are 8 GiB."""
+    """The mask of each slice, built on access: for 128k queries all masks take 8 GiB."""
 
     def __init__(self, tokens: Tokens, bucket: Bucket):
         self._tokens, self._bucket = tokens, bucket

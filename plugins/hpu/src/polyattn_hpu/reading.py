@@ -1,7 +1,7 @@
-"""What do the three parts of Unified Attention read of a step? Their masks, turned into ranges of keys.
+"""The keys that the three parts of Unified Attention read in a step: their masks, as ranges of keys.
 
-Written after `unified`, from the metadata's tensors. Which key a row or a block holds is asked of the
-batch, not of what `metadata` planned: no mistake there is repeated.
+Follows `unified`, from the metadata's tensors. The batch tells which key a row or a block holds, not
+`metadata`'s plan, so a mistake of the plan isn't repeated here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyattn_hpu.unified import positions
 
 Ints = NDArray[np.int64]
 SEEN_AT_A_TIME = 1 << 24
-"""Elements of a mask of the shared part that are looked at together."""
+"""Elements of the shared part's mask that are read at a time."""
 
 
 def reads_of(spec: LayerSpec, meta: Metadata, batch: Batch, table: Any) -> Reads:
@@ -128,7 +128,7 @@ def _unique(meta: Metadata, seq: Ints, table: Any, faults: list[str]) -> Iterato
 
 
 def _hold(table: Any, seq: int, start: int, block: int, size: int, faults: list[str]) -> None:
-    """Tell a block that isn't the one in which a sequence's keys from `start` lie."""
+    """Report a block other than the one that holds a sequence's keys from `start`."""
     at, rest = divmod(start, size)
     own = table[seq, at] if at < table.shape[1] else None
     if rest or own != block:

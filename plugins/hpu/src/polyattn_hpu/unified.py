@@ -1,4 +1,4 @@
-"""How does Unified Attention add up? Three parts of one softmax, each over keys of another kind.
+"""Unified Attention: one softmax in three parts, each over its own kind of keys.
 
 The algorithm that vLLM's plugin for Gaudi describes (docs.vllm.ai/projects/gaudi, "Unified
 Attention"), in torch operations of static shapes: query tokens lie one after another without a
@@ -26,7 +26,7 @@ from polyattn_hpu.metadata import Metadata
 SHARED_PRODUCTS = 1 << 20
 """(Query token, key) products of one head at a time in the shared part: bounds the scores."""
 SCORES = 1 << 27
-"""Scores of all heads at a time in the causal part: a slice of more is taken in several."""
+"""Most scores of all heads at a time in the causal part. Larger slices are split."""
 UNIQUE_KEYS = 1 << 14
 """Keys at a time in the unique part: bounds the copy of the cache."""
 
@@ -293,15 +293,15 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """Return 0 for -inf, which nothing was seen under: exp(-inf - -inf) would be NaN."""
+    """Return 0 for -inf, the maximum of a row without keys: exp(-inf - -inf) would be NaN."""
     return maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
 def _flagged(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Replace values that are no finite number by 0, and say so in one more element.
+    """Replace values that aren't finite by 0, and flag them in one more element.
 
-    A weight of 0 times NaN is NaN: what one request may not see, or nobody wrote, would reach it
-    through the product. The flag's product is 0 there, and positive where it was given weight.
+    A weight of 0 times NaN is NaN. So a hidden or unwritten value would reach a request through the
+    product. The flag's product is 0 for a hidden value and positive for one with weight.
     """
     values = values.to(dtype)
     fine = torch.isfinite(values)

@@ -31,7 +31,7 @@ that 16-bit inputs are made float32 before.
 
 
 class MlxAttention(AttentionBackend):
-    """A call for each tile of a step. All are asked for before any is waited for."""
+    """Makes one call for each tile of a step. All calls start before it waits for any."""
 
     name: ClassVar[str] = "MLX_ATTN"
 

@@ -1,4 +1,4 @@
-"""Which keys does each call of MLX gather? Tiles of a step, made on the host once for all layers."""
+"""Plans the keys that each call of MLX gathers: a step's tiles, made on the host once for all layers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def tile(rows: list[Piece], spec: LayerSpec) -> Tile:
         widths = [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]
         return np.pad(array, widths, constant_values=value)
 
-    # A repeated key is one of the row's own, so that no other request's NaN is multiplied by 0.
+    # Padding repeats one of the row's own keys, so that no other request's NaN is multiplied by 0.
     chosen = [np.arange(width) % len(row.keys) for row in rows]
     places = np.stack([row.slots[..., at] for row, at in zip(rows, chosen, strict=True)], axis=-2)
     seen = np.stack([padded(row.seen, False) for row in rows])

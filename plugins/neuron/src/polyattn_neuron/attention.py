@@ -26,8 +26,8 @@ MOST_ROWS = 1 << 14
 class Call(NamedTuple):
     """Neighbouring queries of one sequence.
 
-    `tokens` is their slice of the step. `slots`, each (keys,), are where the keys lie: in a cache blocks
-    and offsets. Keys `low` up to `high`, float32 (rows, 1), are what each row sees.
+    `tokens`: their slice of the step. `slots`, each (keys,): the keys' places, in a cache blocks and
+    offsets. Each row sees keys `low` up to `high`, float32 (rows, 1).
     """
 
     tokens: slice
@@ -37,9 +37,9 @@ class Call(NamedTuple):
 
 
 class CallPlan(Plan):
-    """The calls of a step, whose sizes are rounded up: each size is a kernel of its own.
+    """The calls of a step. Their sizes are rounded up, because each size compiles another kernel.
 
-    `blind` is bool (num_tokens,): which tokens see no key; None for none.
+    `blind` bool (num_tokens,): the tokens that see no key, or None if all see one.
     """
 
     __slots__ = ("blind", "calls")
@@ -54,7 +54,7 @@ class CallPlan(Plan):
         ratio = spec.num_heads // spec.num_kv_heads
         origins = batch.first_positions or (0,) * batch.num_seqs
         for index, (length, count) in enumerate(zip(batch.lens, batch.query_lens, strict=True)):
-            # Keys beyond the last are its own again, so that no other's NaN is multiplied by 0.
+            # Padding repeats the sequence's own keys, so that no other request's NaN is multiplied by 0.
             places = np.arange(rounded(length)) % max(length, 1)
             if spec.cached and table is not None:
                 slots = [table[index][places // block_size], places % block_size]

@@ -87,7 +87,7 @@ class AiterAttention(AttentionBackend):
         key, value = keys_of(plan.keys, frame)
         window, slopes = window_sizes(spec), frame.params.alibi_slopes
         if window == (0, 0) and slopes is None:
-            # AITER takes this for no window, and its assembly knows a causal mask or none (`swa` in
+            # AITER reads this as no window, and its assembly has a causal mask or none (`swa` in
             # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
             slopes = torch.zeros(spec.num_heads, device=self.torch_device)
         result = flash_attn_varlen_func(

@@ -28,7 +28,7 @@ CK = Capabilities(
     cached=frozenset({True, False}),
     features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
 )
-"""What Composable Kernel computes, whoever wraps it."""
+"""What Composable Kernel computes, through any wrapper."""
 
 ROCM_ATTN = BackendInfo(
     name="ROCM_ATTN",
@@ -83,7 +83,7 @@ ROCM_FLASH_ATTN = BackendInfo(
     proof=PROOF,
 )
 
-# CUDA's detector knows a ROCm build of torch too and keeps out of it.
+# CUDA's detector recognises a ROCm build of torch and skips it.
 PLATFORM = Platform(
     name="rocm",
     profiles=PROFILES,

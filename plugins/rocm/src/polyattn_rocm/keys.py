@@ -1,4 +1,4 @@
-"""Keys that are given whole, one sequence after another as the varlen kernels read them."""
+"""Keys that are passed whole, one sequence after another as the varlen kernels read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GivenKeys:
-    """Finds once a step where a batch's keys are; where they lie with gaps they are gathered."""
+    """Locates a batch's keys once a step. Keys that lie with gaps are gathered."""
 
     def __init__(self, batch: Batch):
         self.total = sum(batch.lens)
@@ -36,7 +36,7 @@ def keys_of(keys: GivenKeys | None, frame: Frame) -> tuple[Tensor, Tensor]:
 def longest_query(batch: Batch) -> int:
     """Return what the varlen kernels are told: the longest query, at least 2.
 
-    Told of single tokens they fold the heads of a group into rows and take one token of each sequence
-    for granted (Dao-AILab/flash-attention#1537).
+    For a longest query of 1 they fold the heads of a group into rows, and assume exactly one token in
+    each sequence (Dao-AILab/flash-attention#1537).
     """
     return max(2, batch.max_query_len)

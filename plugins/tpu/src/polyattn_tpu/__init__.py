@@ -1,7 +1,7 @@
 """TPUs: ragged paged attention in Pallas, recurrences in XLA; for torch tensors in JAX, and for JAX.
 
-The names below are the door of JAX itself: pure functions over plans, which import no torch. `torchax()`
-alone is of the other door: it imports torchax, in whose environment torch's tensors live in JAX.
+The names below are the door for JAX: pure functions over plans, which import no torch. Only `torchax()`
+belongs to the other door: it imports torchax, in whose environment torch's tensors live in JAX.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's module when it is first asked for: the hooks import this package without JAX."""
+    """Import a name's module at its first use: the hooks import this package without JAX."""
     if name not in _HOME:
         raise AttributeError(f"module 'polyattn_tpu' has no attribute {name!r}")
     value = getattr(import_module(f"polyattn_tpu.{_HOME[name]}"), name)

@@ -139,7 +139,7 @@ class PallasAttention(AttentionBackend):
         return reads_of(self.spec_of(batch), arrays, batch, size)
 
     def run(self, plan: JaxPlan, frame: Frame) -> None:
-        """Attend; where rows are turned, with turned queries, and outputs turned back."""
+        """Attend. For a format that turns rows, turn the queries too, and turn the outputs back."""
         of_key, of_value = self._turned or (None, None)
         if of_key is not None:
             query = turned(frame.query.float(), of_key).to(frame.query.dtype)

@@ -1,7 +1,7 @@
-"""torch tensors that live in JAX, as arrays and back: unwrapped, never shared with the host's memory.
+"""Converts torch tensors to JAX arrays and back: unwrapped, never shared with the host's memory.
 
-A tensor of torchax is a name for a JAX array, and a write to it gives it another array. What is on the
-CPU (the interpreter's tests) is copied both ways.
+A torchax tensor is a name for a JAX array, and a write to it gives it another array. CPU tensors (in
+the interpreter's tests) are copied both ways.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_torch(array: Array, like: Tensor) -> Tensor:
 
 
 def assign(tensor: Tensor, array: Array) -> None:
-    """Write an array to a tensor: it becomes what a tensor of JAX is a name for."""
+    """Write an array to a tensor. A tensor of JAX becomes a name for this array."""
     if tensor.shape != array.shape:
         raise BatchError(f"a result of shape {array.shape} for a tensor of {tuple(tensor.shape)}")
     if not in_jax(tensor):
@@ -120,7 +120,7 @@ class _Holder:
 
 
 _ALONE = _holders(_Holder())
-"""What `_holders` says of an array that one tensor holds; it depends on the interpreter."""
+"""`_holders` of an array that one tensor holds. The number depends on the interpreter."""
 
 
 def _owners(cache: KVCache) -> list[Any]:
@@ -183,7 +183,7 @@ def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
 def _logical(owner: Any, size: int, shape: tuple[int, ...] = ()) -> Tensor:
     """Return (blocks, block size, heads, size) as a view of (blocks, heads, block size, lanes).
 
-    `shape`: of other blocks, heads and block sizes that the storage is taken for.
+    `shape`: another split of the same storage into blocks, heads and block sizes.
     """
     from torchax.view import NarrowInfo, View, ViewInfo
 

@@ -1,4 +1,4 @@
-"""Which shapes are compiled for? Every step is padded to a bucket; how many there are is stated here.
+"""Buckets: the shapes that are compiled. Every step is padded to one, and their number is stated here.
 
 XLA compiles a program for each shape. A step's shapes are its tokens, its sequences and its pages, and
 each comes from a ladder of a few numbers, so that the most programs a trace can need is their product.

@@ -1,7 +1,7 @@
-"""What can JAX call? Pure functions over plans: attend, store, merge; the caller donates caches.
+"""The functions for JAX: attend, store and merge. They are pure, over plans; the caller donates caches.
 
-All are to be traced: call them inside `jax.jit`, with the cache among `donate_argnums`. Nothing is
-transposed or padded outside of what is compiled.
+Trace all of them: call them inside `jax.jit`, with the cache among `donate_argnums`. Nothing is
+transposed or padded outside the compiled program.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DTYPES = {
 
 
 class Cache(NamedTuple):
-    """One layer's pages as the chip wants them: a page of one head lies in one piece, in whole lanes.
+    """One layer's pages in the chip's layout: a page of one head is contiguous, in whole lanes.
 
     `key` (pages, KV heads, page, head size), `value` (…, V head size); for MLA `key` holds the latents
-    and rope keys, (pages, 1, page, rank + rope size), and `value` is None: a part of it. Head sizes are
-    rounded up to 128, zeros behind: of another size XLA puts the pages innermost, and a kernel that
-    takes pages would have the whole cache copied at each call.
+    and rope keys, (pages, 1, page, rank + rope size), and `value` is None: it is a part of `key`. Head
+    sizes are padded to a multiple of 128 with zeros. With another size XLA would put the pages
+    innermost, and copy the whole cache at each call of a kernel that takes pages.
     """
 
     key: Array
@@ -109,10 +109,10 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
 
-    `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
-    anything. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA:
-    the absorbed query, over the latents, with `absorbed(spec)`. A layer with functions of scores: these,
-    of `functions_of(spec)`, and what they read, `functions.given({name: array})`. Returns
+    `query` (plan.num_tokens, heads, head size), see `pad`; padding rows return arbitrary
+    numbers. `spec`, `functions`, `lse` and `rows`, a cache's formats of bytes, are static. For MLA pass
+    the absorbed query, and `absorbed(spec)`. A layer with functions of scores has `functions_of(spec)`
+    and inputs by `functions.given({name: array})`. Returns
     (plan.num_tokens, heads, V head size) and the LSE, float32 (plan.num_tokens, heads), natural
     logarithm, where asked. Raises `BatchError`.
     """
@@ -148,10 +148,10 @@ def attend_bounded(
     table: Array,
     **options: Any,
 ) -> tuple[Array, Array | None]:
-    """Attend as `attend`, over lengths and tables that come with the call: of a plan by bounds.
+    """Attend as `attend` does, by a plan of bounds: lengths and tables come with the call.
 
-    `seq_lens` i32 (seqs,), `table` i32 (seqs, pages of the longest bound, or more). Single tokens more
-    than `plan` has go through it in turns, because what names their pages has little room.
+    `seq_lens` i32 (seqs,), `table` i32 (seqs, pages of the longest bound, or more). More single tokens
+    than `plan` has places for go through it in turns, because SMEM has little room for their pages.
     """
     count, places = query.shape[0], len(plan.pages.query_lens) - 1
     if len(seq_lens) <= places:
@@ -177,9 +177,9 @@ def attend_bounded(
 def attend_given(
     plan: AttentionPlan, spec: LayerSpec, query: Array, key: Array, value: Array, **options: Any
 ) -> tuple[Array, Array | None]:
-    """Attend to keys (keys, KV heads, size) that are given whole, `plan` of an uncached spec.
+    """Attend to keys (keys, KV heads, size) that are passed whole; `plan` is of an uncached spec.
 
-    They are cut into pages by one gather, which the same kernel walks. As `attend` otherwise.
+    One gather cuts them into pages for the same kernel. Otherwise it is `attend`.
     """
     if plan.pack is None:
         raise BatchError("the plan is over a paged cache; use attend")
@@ -231,7 +231,7 @@ def scatter(pages: Array, rows: Array, slots: Array, scale: Any, format: Any = N
     `format`: where pages hold rows of bytes, their `rows.Rows`.
     """
     blocks, page = pages.shape[0], pages.shape[2]
-    # A slot of -1 is taken for a block past the end, which is dropped.
+    # A slot of -1 becomes a block past the end, whose write is dropped.
     block = jnp.where(slots < 0, blocks, slots // page)
     made = (
         quantised(rows, pages.dtype, scale) if format is None else format.written(over(rows, scale))
@@ -256,7 +256,7 @@ def quantised(rows: Array, dtype: Any, scale: Any) -> Array:
 def over(rows: Array, scale: Any) -> Array:
     """Return `rows / scale`, float32.
 
-    By one number XLA divides as a product with its reciprocal, and halves are rounded another way.
+    XLA turns division by a constant into a product with its reciprocal, which rounds halves differently.
     """
     divisor = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape)
     return rows.astype(jnp.float32) / lax.optimization_barrier(divisor)
@@ -264,7 +264,7 @@ def over(rows: Array, scale: Any) -> Array:
 
 def merge(total: Array, total_lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
     """Merge attention over more keys into a total: outputs (tokens, heads, size), LSEs float32."""
-    # Where neither saw a key, -inf - -inf is NaN, and there is nothing to weigh.
+    # If neither saw a key, -inf - -inf is NaN, and there is nothing to weigh.
     weight = jnp.nan_to_num(jax.nn.sigmoid(part_lse - total_lse), nan=0.0)[..., None]
     merged = total * (1.0 - weight) + part.astype(total.dtype) * weight
     return merged.astype(total.dtype), jnp.logaddexp(total_lse, part_lse)

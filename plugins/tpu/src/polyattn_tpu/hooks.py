@@ -65,7 +65,7 @@ def declared(
 ) -> BackendInfo:
     """Return a backend of two builds: what is compiled for a TPU, and what Pallas interprets in tests.
 
-    `levels`: features that the second alone claims, because a TPU's bits were not compared.
+    `levels`: features that only the second claims, because a TPU's bits were not compared.
     """
     compiled = Variant(
         name="compiled",
@@ -78,7 +78,7 @@ def declared(
         compiled,
         name="interpreter",
         probe="polyattn_tpu.probes:interprets",
-        # A format's bytes are moved along lanes as no TPU was seen to do.
+        # A format's bytes move along lanes in a way that wasn't tried on a TPU.
         capabilities=replace(
             claims.but(platforms={"cpu": ()}, features=claims.features | names(levels)),
             kv_cache_dtypes=claims.kv_cache_dtypes

@@ -1,11 +1,10 @@
 """The Pallas kernel: paged attention of one tile of queries with one KV head.
 
 Online softmax after FlashAttention (Dao et al., 2022); pages come from HBM by DMA, double-buffered.
-A tile's rows are (query token, head of its group), so that a group shares each page; they come in
-blocks, of which those with something to do are multiplied. A tile is read
-from wherever its tokens start, and its real tokens alone are written back: nothing is gathered outside.
-Written without ref reshapes, so that Pallas' interpreter runs it; the ragged kernel that JAX ships
-is not.
+A tile's rows are (query token, head of its group), so that a group shares each page. Rows come in
+blocks, and blocks without visible keys are skipped. A tile is read from its first token on, and only
+its real tokens are written back: nothing is gathered outside. The kernel has no ref reshapes, so that
+Pallas' interpreter runs it; the ragged kernel that JAX ships has some.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LANES = 128
 ON_THEIR_WAY = (2, 2)
 """Semaphores of the pages: K's and V's, of a step and of the next."""
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""A masked logit: finite, so that a row that has seen nothing yet stays free of NaN."""
+"""A masked logit: finite, so that a row without visible keys so far has no NaN."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def attention_kernel(
     kept_start, kept_stop, near_start, near_stop = ranges
     size = jnp.int32(keys)
     begin, end = lax.div(near_start, size), lax.div(near_stop + (keys - 1), size)
-    # The kept first keys are steps of their own before the window's.
+    # The sink tokens' keys are steps of their own before the window's.
     kept = kept_begin = jnp.int32(0)
     if spec.sink_tokens:
         kept_begin, kept_end = lax.div(kept_start, size), lax.div(kept_stop + (keys - 1), size)
@@ -135,7 +134,7 @@ def attention_kernel(
         step, slot = step_of(index), lax.rem(index, jnp.int32(2))
 
         def one(place: Any, _: Any) -> None:
-            # A page past the end is not asked for: the first of the step stands in, and is masked.
+            # A page past the end isn't fetched: the step's first page stands in, and is masked.
             at = step * steps_pages + place
             at = jnp.where(at * page < length, at, step * steps_pages)
             number = r.table[r.first[seq] + at]
@@ -148,7 +147,7 @@ def attention_kernel(
         if changes is not None:
             for copy in changes.copies(r, step, slot, r.first_step[seq], r.tile_token[tile], head):
                 act(copy)
-        # Interpreted, a loop; compiled, straight code that the scalar core runs ahead of the products.
+        # A loop if interpreted. Compiled, straight code that the scalar core runs ahead of the products.
         lax.fori_loop(0, steps_pages, one, None, unroll=not form.interpret)
 
     def step_of(index: Any) -> Any:
@@ -167,7 +166,7 @@ def attention_kernel(
     r.q_buf[...] = reshaped(r.q[0], r.q_buf)
     if r.row_values is not None:
         r.row_buf[...] = r.row_values[0].reshape(r.row_buf.shape)
-    # Rows before a sequence's first are another's.
+    # Rows before a sequence's first belong to another sequence.
     skip = jnp.maximum(-start, 0)
     real = jnp.maximum(jnp.minimum(start + tokens, queries) - (start + skip), 0)
     row = lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
@@ -225,7 +224,7 @@ def attention_kernel(
         if blocks == 1:
             one(0, None)
             return
-        # Blocks that have no real token, or that end before these keys, are left out.
+        # Skip blocks without a real token, and blocks that end before these keys.
         begins = skip if not spec.causal else jnp.maximum(skip, low - first)
         ends = lax.div(skip + real + (each - 1), jnp.int32(each))
         lax.fori_loop(lax.div(begins, jnp.int32(each)), ends, one, None)
@@ -254,9 +253,9 @@ def attention_kernel(
 
 
 def each_written(r: Refs, head: Any, start: Any, token: Any, act: Any) -> None:
-    """Start the DMAs of as many tokens as `written` says to where they belong, or wait for them.
+    """Start the DMAs that write the first `written` tokens to their places, or wait for them.
 
-    Many tokens at a time, then one at a time: a DMA's size is compiled in.
+    Many tokens at a time, then one at a time: a DMA's size is a constant of the program.
     """
     many = min(WRITTEN, r.out_buf.shape[0])
 
@@ -302,7 +301,7 @@ def visible(spec: LayerSpec, key: Any, position: Any, length: Any) -> Any:
 def floor_divide(value: Any, by: int) -> Any:
     """Return int32 `value // by`, `by` positive.
 
-    JAX lowers its own `//` by asking the machine for its kind: without a TPU it couldn't be compiled.
+    JAX asks the machine for its kind to lower its own `//`, so that it doesn't compile without a TPU.
     """
     return lax.div(jnp.where(value < 0, value - (by - 1), value), jnp.int32(by))
 

@@ -48,9 +48,9 @@ def attend_latent(
 def plan_expanded(
     step: Step, spec: LayerSpec, block_size: int, buckets: Buckets | None = None
 ) -> tuple[AttentionPlan, Array]:
-    """Plan a prefill in the expanded form: its dense plan, and i32 slots of all keys that it makes.
+    """Plan a prefill in the expanded form: its dense plan, and i32 slots of all expanded keys.
 
-    All contexts are expanded at once: give as many sequences as there is memory for.
+    All contexts expand at once, so pass only as many sequences as memory allows.
     """
     if step.block_table is None:
         raise BatchError("the step has no block_table, and the layer attends over a cache")
@@ -105,7 +105,7 @@ def attend_rows(
     """Attend each token to chosen rows of a latent cache, in XLA: sparse MLA.
 
     `query` (tokens, heads, rank + rope), `slots` i32 (tokens, topk), -1 for none. Returns (tokens,
-    heads, rank) and the LSE. A few tokens at a time, so that what is gathered stays small; `alike`: one.
+    heads, rank) and the LSE. A few tokens at a time, so that gathered rows stay few; `alike`: one token.
     """
     size = query.shape[2]
 
@@ -172,7 +172,7 @@ def attended(
 
     `query` (KV heads, group, size), `seen` bool (keys,). Returns (…, V size) and the LSE.
     """
-    # A row that isn't seen may hold NaN, and 0 times NaN is NaN.
+    # A hidden row may hold NaN, and 0 times NaN is NaN.
     key = jnp.where(seen[:, None], key, 0)
     value = key[..., :v_size] if value is None else jnp.where(seen[:, None], value, 0)
     exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None

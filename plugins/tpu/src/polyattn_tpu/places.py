@@ -1,4 +1,4 @@
-"""Where do a step's queries and keys stand? Arrays in a pytree, for functions of scores."""
+"""The positions of a step's queries and keys, as arrays in a pytree, for functions of scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass as a pytree; fields named here are part of what is compiled for."""
+    """Register a dataclass as a pytree. The fields named here are static."""
 
     def decorate(cls: type[T]) -> type[T]:
         arrays = [field.name for field in fields(cls) if field.name not in static]  # type: ignore[arg-type]
@@ -25,7 +25,7 @@ def pytree(*static: str) -> Callable[[type[T]], type[T]]:
 @pytree("longest")
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where queries and keys stand, for a layer that has functions of its own (`polyattn_tpu.pointwise`).
+    """The positions of queries and keys, for a layer with functions of scores (`polyattn_tpu.pointwise`).
 
     `b`, `q` i32 (tokens,): a token's sequence in the batch, and its place in it; `step_b`, `step_low` i32
     (steps,): likewise for each step of keys that the kernel takes, and the place of its first key;

@@ -1,6 +1,6 @@
-"""How is a step laid out for a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
+"""`plan` lays a step's tokens out in tiles, in the shapes of a bucket.
 
-Plans are pytrees: arrays that a jitted function takes, and beside them what it is compiled for.
+Plans are pytrees: arrays that a jitted function takes, and static fields that it is compiled for.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Array = Any
 class Tiles:
     """The queries in tiles of `step` tokens of one sequence each.
 
-    `seq`, `start`, `token` i32 (tiles,): a tile's sequence, its first token within it, and which of the
-    step's that is. At the step's end a tile begins earlier, before its sequence if need be (`start` is
-    negative). Tiles of padding belong to a sequence of no tokens, put behind the real ones.
+    `seq`, `start`, `token` i32 (tiles,): a tile's sequence, its first token within the sequence, and
+    within the step. At the step's end a tile begins earlier, before its sequence if need be (`start` is
+    negative). Padding tiles belong to a sequence without tokens, behind the real ones.
     """
 
     seq: Array
@@ -39,7 +39,7 @@ class Tiles:
 @pytree()
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """Where each sequence's keys are: `first` i32 (seqs,) into `table` i32 (pages,), and the lengths."""
+    """Each sequence's keys: `first` i32 (seqs,) into `table` i32 (pages,), and the lengths."""
 
     query_lens: Array
     seq_lens: Array
@@ -50,7 +50,7 @@ class Pages:
 @pytree("cached", "num_tokens", "width")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
+    """A step of attention. `pack` i32 (pages, page): the passed key in each place, None if cached.
 
     `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
     `num_tokens`: rows that queries, keys and values are padded to (`pad`). `places`: None for a layer
@@ -163,7 +163,7 @@ def plan_bounded(
 ) -> AttentionPlan:
     """Plan attention over a paged cache; the step has bounds of lengths, and `with_pages` puts them in.
 
-    Single tokens more than there are places for are planned as that many: see `attend_bounded`.
+    More single tokens than places are planned as so many: see `attend_bounded`.
     """
     slots, width = step.slots, max(1, -(-max(step.seq_lens, default=1) // block_size))
     if step.all_decode:
@@ -189,7 +189,7 @@ def with_pages(plan: AttentionPlan, seq_lens: Array, table: Array) -> AttentionP
 
 
 def plan_dense(step: Step, group: int, buckets: Buckets, by: str = "") -> AttentionPlan:
-    """Plan attention to keys that are given whole: they are cut into pages, in one gather."""
+    """Plan attention to keys that are passed whole: one gather cuts them into pages."""
     counts = [-(-length // DENSE_PAGE) for length in step.seq_lens]
     starts = step.key_starts
     if starts is None:
@@ -270,7 +270,7 @@ def _places(step: Step, tokens: int, pages: Pages, page: int) -> Places:
 def _tiles(
     step: Step, group: int, buckets: Buckets, by: str, alike: bool = False
 ) -> tuple[Tiles, int]:
-    if alike:  # a row's sums follow from how many rows are multiplied at a time
+    if alike:  # a row's sums depend on the number of rows that are multiplied at a time
         size = block_tokens(group)
         tokens = buckets.of_tokens(max(size, step.num_tokens))
         count = min(tokens, -(-tokens // size) + buckets.of_seqs(step.num_seqs))
@@ -279,7 +279,7 @@ def _tiles(
         count = tokens
     else:
         tokens = buckets.of_tokens(step.num_tokens)
-        # What is looked up for pairs takes a block's room in VMEM, not a whole tile's.
+        # Values of pairs take a block's room in VMEM, not a whole tile's.
         size = min(tile_tokens(group, tokens), block_tokens(group) if by == "pairs" else tokens)
         count = min(-(-tokens // size) + buckets.of_seqs(step.num_seqs), tokens)
     tile = np.zeros((3, count), np.int32)
@@ -295,7 +295,7 @@ def _tiles(
 
 
 def _pages(step: Step, counts: list[int], table: Any, buckets: Buckets) -> Pages:
-    # One place more, for the sequence of no tokens that padding belongs to.
+    # One more place, for the empty sequence that padding belongs to.
     places = 1 + (
         buckets.of_decodes(step.num_seqs) if step.all_decode else buckets.of_seqs(step.num_seqs)
     )

@@ -23,7 +23,7 @@ NODES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
 def interpret(profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
     """Return a TPU whose kernels Pallas interprets on the CPU, and torchax's environment.
 
-    JAX must not have been used in this process: it is told to leave a real TPU alone. Raises
+    JAX must not have run in this process before: this configures it to leave a real TPU alone. Raises
     `ImportError`.
     """
     import jax
@@ -36,7 +36,7 @@ def interpret(profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
 
 
 def plausible(root: str = "/") -> bool:
-    """Whether a TPU may be here: looked for cheaply, since JAX takes seconds to say that none is.
+    """Return whether a TPU may be here. The check is cheap; JAX takes seconds to find none.
 
     `JAX_PLATFORMS` without `tpu` rules it out. A process that has torchax, a variable of `VARIABLES`
     and a file of `NODES` each make it plausible.

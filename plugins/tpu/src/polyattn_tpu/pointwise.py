@@ -1,4 +1,4 @@
-"""How does PALLAS_ATTN serve a variant's functions? As generated jax.numpy, part of it in the kernel."""
+"""A variant's functions in PALLAS_ATTN: generated jax.numpy, a part of which runs in the kernel."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ DTYPES = {"float32": jnp.float32, "int32": jnp.int32, "int64": jnp.int32, "bool"
 class Functions:
     """A layer's functions of scores in jax.numpy; equal ones are compiled once.
 
-    `text`, `written`: what is generated, and what is written by hand; `softmax`: whether weights are a
-    softmax of what they return; `trace`: what was generated of.
+    `text`, `written`: the generated source, and functions written by hand. `softmax`: whether weights
+    are a softmax of the results. `trace`: the source's trace.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Functions:
 
     @cached_property
     def call(self) -> Callable[..., Any]:
-        """`(score, b, h, q_idx, kv_idx, inputs)` of numbers: the score, and whether it is seen."""
+        """`(score, b, h, q_idx, kv_idx, inputs)` of numbers: the new score, and whether it is visible."""
         written: dict[str, Any] = {}
         exec(
             compile(self.written, "<written by hand for jax>", "exec"), written
@@ -69,7 +69,7 @@ class Functions:
 
     @cached_property
     def split(self) -> Split:
-        """The functions taken apart, with inputs of any size. Raises `UntraceableError`."""
+        """The functions split for the kernel, with inputs of any size. Raises `UntraceableError`."""
         sizes = dict.fromkeys(("num_heads", "num_kv_heads", "num_seqs", "*"), 2)
         return Split(self.call, {name: _blank(d, sizes) for name, d in self.trace.inputs.items()})
 
@@ -117,7 +117,7 @@ def _blank(declared: VariantInput, words: Mapping[str, int]) -> Given:
 
 @dataclass(frozen=True)
 class Changes:
-    """What the kernel takes of a step's functions, as integers of 32 bits, and what is left to do in it.
+    """The kernel's inputs for a step's functions, as integers of 32 bits, and its share of operations.
 
     `rows` [KV heads, tokens, group, LANES]: a query head's values, one a lane; `keys` [steps of keys,
     values, keys]: a key's, one a sublane; `pairs` [values, KV heads, steps of a sequence, tokens, group,

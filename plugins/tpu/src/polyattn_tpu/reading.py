@@ -1,7 +1,7 @@
-"""What does a plan have the Pallas kernel read? Its walk over tiles, steps and pages, all at a time.
+"""The keys that the Pallas kernel reads for a plan: its walk over tiles, steps and pages, vectorised.
 
-Written after `kernel.attention_kernel`, from what lies in the plan's arrays. It shares nothing with
-`planning`: no mistake there is repeated.
+Follows `kernel.attention_kernel`, from the plan's arrays. It shares nothing with `planning`, so that a
+mistake there isn't repeated here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reads_of(spec: LayerSpec, plan: AttentionPlan, batch: Batch, page: int) -> R
     keys = pages_per_step(page) * page
     end = -(-ranges.near_stop // keys)
     begin = ranges.near_start // keys
-    if spec.causal and blocks > 1:  # a block that ends before a step's keys is left out
+    if spec.causal and blocks > 1:  # a block that ends before a step's keys is skipped
         cap = -(-(first + (block + 1) * each) // keys)
     else:
         cap = np.maximum(end, -(-ranges.kept_stop // keys))

@@ -27,8 +27,8 @@ def recur(
     """Run a step of a recurrence; returns the outputs and the states, each sequence's slot renewed.
 
     `inputs` (plan.num_tokens, …), `params` and `states` (slots, …) by the names and shapes of
-    `polyattn.spec.recurrence`; donate the states: then they are written in place. Rows of padding come
-    back as anything. To be traced: call it inside `jax.jit`. Raises `BatchError`.
+    `polyattn.spec.recurrence`. Donate the states, so that they are written in place. Padding rows return
+    arbitrary numbers. Call it inside `jax.jit`. Raises `BatchError`.
     """
     tokens = next(iter(inputs.values())).shape[0]
     if tokens != plan.num_tokens:
@@ -39,7 +39,7 @@ def recur(
     wide = states.dtype if keeps else jnp.float32
     cut = {name: array[plan.take] for name, array in inputs.items()}
     slots = states.shape[0]
-    # A slot of -1 is taken for one past the end: it reads nothing and its write is dropped.
+    # A slot of -1 becomes one past the end: it reads nothing and its write is dropped.
     slot = jnp.where(plan.slot < 0, slots, plan.slot)
 
     def begin(fresh: Array, at: Array, states: Array) -> Array:
@@ -130,7 +130,7 @@ def _short_conv(
     if "bias" in params:
         out = out + params["bias"]
     out = jax.nn.silu(out) if spec.recurrent.activation == "silu" else out
-    # The last of the real tokens, which what is padded doesn't shift out.
+    # The last real tokens; padding doesn't shift them out.
     kept = lax.dynamic_slice_in_dim(window, count, width - 1)
     return out, kept.T.astype(state.dtype)
 

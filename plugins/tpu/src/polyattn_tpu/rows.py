@@ -1,6 +1,6 @@
-"""How does JAX read and write a format's rows of bytes? Its traced functions, on arrays.
+"""Reads and writes a format's rows of bytes in JAX: its traced functions, on arrays.
 
-Within a kernel nothing is captured: places are worked out of an iota, and a table's entry is chosen.
+A kernel captures no array: an iota gives places, and a chain of selects gives a table's entry.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class Rows:
 
 
 def _run(trace: Trace, own: dict[str, Any], apart: Any = lambda args: args) -> list[Any]:
-    """Compute a trace's operations; `own`: those that aren't each element's, of their nodes.
+    """Compute a trace's operations; `own`: the operations that aren't elementwise, by node.
 
-    `apart` keeps XLA from an operation's inputs. It makes `x + c - c`, which rounds, `x`, and a division
-    by one number a product.
+    `apart` hides an operation's inputs from XLA, which would turn `x + c - c`, which rounds, into `x`, and
+    a division by a constant into a product.
     """
     values: list[Any] = []
     for node in trace.nodes:

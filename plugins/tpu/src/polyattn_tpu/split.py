@@ -1,8 +1,8 @@
-"""Which of a function's operations run in the kernel? Those on a score, or on query and key both.
+"""Splits a function: operations on a score, or on query and key together, run in the kernel.
 
-A TPU's kernel can't look an input up at an index for each score. So what depends on a query alone, or on
-a key alone, XLA computes before the kernel, and so what is looked up for pairs of them; the kernel takes
-these values and does the rest. A function of numbers is taken apart as JAX has traced it.
+A TPU's kernel can't look an input up at an index for each score. So XLA computes before the kernel what
+depends only on a query or only on a key, and every lookup for pairs of them. The kernel takes these
+values and does the rest. The split works on JAX's trace of a function of numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyattn.kernel import UntraceableError
 Array = Any
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
 ROW, KEY, PAIR = "row", "key", "pair"
-"""Of what a value is one that the kernel takes: of a query's head, of a sequence's key, of both."""
+"""What a value of the kernel's inputs belongs to: a query's head, a sequence's key, or both."""
 CALLED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -77,7 +77,7 @@ class Split:
         return number
 
     def _read(self, jaxpr: Any, consts: Any, inputs: list[int]) -> list[int]:
-        """Add what a function of JAX's does, those that it calls in its place; return its results."""
+        """Add a JAX function's operations, with those of the functions it calls; return its results."""
         numbers: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             numbers[var] = self._constant(value, var.aval.dtype)
@@ -99,7 +99,7 @@ class Split:
         return [of(var) for var in jaxpr.outvars]
 
     def _kind(self, number: int) -> str | None:
-        """Of what a value is one that XLA computes, None where the kernel does."""
+        """Return ROW, KEY or PAIR of a value that XLA computes, or None for the kernel's own."""
         depends = self.depends[number]
         if depends <= {"b", "h", "q_idx"}:
             return ROW
@@ -130,7 +130,7 @@ class Split:
 
     @property
     def _native(self) -> tuple[int, ...]:
-        """What a kernel has of its own: a score, and where its query and its key stand."""
+        """The kernel's own values: a score, and the positions of its query and its key."""
         return self.given[0], self.given[3], self.given[4]
 
     def of(self, kind: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What runs in a step? `Step`: the host's numbers of it, in NumPy; neither torch nor JAX is needed."""
+"""`Step`: a step's numbers on the host, in NumPy. It needs neither torch nor JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Step:
     `query_lens`, `seq_lens` (num_seqs,): new tokens, and context plus new tokens, of each sequence.
     `block_table` int32 (num_seqs, blocks), `slots` (num_tokens,), -1 skips: for a paged cache.
     `state_slots` (num_seqs,), -1 for a padding row: for a recurrence. `key_starts` (num_seqs,): for
-    keys that are given whole, where each sequence's are. `numbers`: of a part of a step, which sequences
-    of the whole step these are. Raises `BatchError`.
+    keys that are passed whole, each sequence's first row. `numbers`: for a part of a step, the places of
+    its sequences in the whole step. Raises `BatchError`.
     """
 
     query_lens: tuple[int, ...]
@@ -45,7 +45,7 @@ class Step:
         key_starts: Sequence[int] | None = None,
         numbers: Sequence[int] | None = None,
     ) -> Step:
-        """Check what was given and return the step. Raises `BatchError`."""
+        """Check the arguments and return the step. Raises `BatchError`."""
         queries, lens = tuple(map(int, query_lens)), tuple(map(int, seq_lens))
         if len(queries) != len(lens):
             raise BatchError(

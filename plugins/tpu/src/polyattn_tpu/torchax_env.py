@@ -1,4 +1,4 @@
-"""How is torchax imported? With torch from 2.13 on, beside overloads that torch no longer has."""
+"""Imports torchax beside torch from 2.13 on, which no longer has some overloads that torchax names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named_overloads() -> Iterator[None]:
 
 
 def complete(module: Any) -> None:
-    """Give torchax 0.0.13 what its own functions, and polyattn's on its tensors, find missing."""
+    """Add what torchax 0.0.13's own functions, and polyattn's on its tensors, lack."""
     import jax
     import torch
     from torchax import tensor
@@ -68,7 +68,7 @@ def complete(module: Any) -> None:
 
     # A view's items are named by tensors too.
     View.__setitem__ = write
-    # What these write to a view is else lost: torchax decomposes them over a copy of it.
+    # Otherwise their writes to a view are lost: torchax decomposes them over a copy of it.
     for name in ("index_copy", "masked_fill", "fill", "zero"):
         written = op_base.InplaceOp(getattr(torch.ops.aten, name))
         in_place = getattr(torch.ops.aten, f"{name}_")

@@ -1,4 +1,4 @@
-"""Can PALLAS_ATTN serve a variant's functions? Asked of profiles too, where JAX may be absent."""
+"""Checks whether PALLAS_ATTN serves a variant's functions, for profiles too, where JAX may be absent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TARGET = "Pallas' kernel"
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None.
 
-    Which values the kernel needs for each score only JAX's own trace tells: without JAX that isn't
-    asked.
+    Only JAX's own trace tells which values the kernel needs for each score, so that without JAX this
+    isn't checked.
     """
     problem = untraceable(variant, TARGET, "jax")
     if problem is not None or not variant.of_scores or find_spec("jax") is None:

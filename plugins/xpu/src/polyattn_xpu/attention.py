@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class VarlenPlan(Plan):
-    """Which tokens see no key, and where keys lie that are given whole; `rows` gathers gaps away."""
+    """Tokens that see no key, and the places of keys that are passed whole; `rows` gathers them."""
 
     __slots__ = ("empty", "key_starts", "rows")
 

@@ -14,7 +14,7 @@ ARCHS = {
     "xe3": ("B370", "B390"),
     "pvc": ("Max",),
 }
-"""Words that name each architecture's GPUs; of the others none is served."""
+"""Words that name each architecture's GPUs. Other architectures aren't served."""
 
 
 def _library() -> Any:
