@@ -4,7 +4,7 @@
     pipe.transformer.set_attention_backend("polyattn")
     print(polyattn_diffusers.report())              # what served, what fell back
 
-What can't be served falls back to diffusers' native backend: warned of once, counted, named.
+Unserved calls fall back to diffusers' native backend, with one warning; the report counts and names them.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _NATIVE: Callable[..., Tensor] = _REGISTRY._backends[AttentionBackendName.NATIVE
 def add_name(name: str, function: Callable[..., Any]) -> AttentionBackendName:
     """Register `function`, and make `name` a member of diffusers' enumeration. Returns the member.
 
-    `set_attention_backend` and `attention_backend` take nothing but members, and an enumeration with
-    members can't be subclassed, so that one more is put where its look-ups find it.
+    `set_attention_backend` and `attention_backend` accept only members, and an enumeration with members
+    can't be subclassed. So the new member is added to the enumeration's look-up tables.
     """
     if name in AttentionBackendName.__members__:
         return AttentionBackendName[name]
@@ -41,9 +41,9 @@ def add_name(name: str, function: Callable[..., Any]) -> AttentionBackendName:
 
 
 def _check_processors(name: str) -> None:
-    """Have `set_attention_backend` refuse `name` for models with processors that never ask for a backend.
+    """Make `set_attention_backend` refuse `name` for models with processors that never ask for a backend.
 
-    diffusers itself passes over these, so that they would go on with torch's sdpa without a word.
+    diffusers itself skips these, so that they would silently go on with torch's sdpa.
     """
     host: Any = ModelMixin
     set_backend = host.set_attention_backend
@@ -79,8 +79,8 @@ def attention(
     """Attend for (batch, seqlen, heads, size), as diffusers' native backend does.
 
     Masks (batch, keys) or (batch or 1, 1, queries or 1, keys). Returns the output in the query's
-    shape, and where asked the LSE (batch, queries, heads), float32. Raises `PolyattnError` for context
-    parallelism and where the LSE can't be given.
+    shape, and on request the LSE (batch, queries, heads), float32. Raises `PolyattnError` for context
+    parallelism, and if no backend can return the LSE.
     """
     why = _refused(query, key, value, attn_mask, dropout_p, is_causal, _parallel_config)
     if why is None:

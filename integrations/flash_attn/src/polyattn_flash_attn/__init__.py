@@ -4,7 +4,7 @@
     polyattn_flash_attn.install()            # `import flash_attn` and `import flash_attn_interface` now
     from flash_attn import flash_attn_func
 
-Nothing is installed by importing this package, and a real flash-attn is never hidden unless asked.
+Importing this package installs nothing. `install` hides a real flash-attn only on request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyattn.host import StandIns
 from polyattn_flash_attn import bert_padding, flash_attn_2, flash_attn_3
 
 VERSIONS = {"flash_attn": "2.8.3", "flash_attn_interface": "3.0.0"}
-"""Whose signatures the functions have."""
+"""The version whose signatures the functions have."""
 
 _stand_ins = StandIns(
     {

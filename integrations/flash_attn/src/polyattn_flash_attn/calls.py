@@ -1,4 +1,4 @@
-"""What the functions of both versions come down to: what is asked, and dense, packed or cached keys."""
+"""The calls behind both versions' functions: the options, and dense, packed or cached keys."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def with_kvcache(
     slopes: Tensor | None = None,
     starts: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Found:
-    """Append and attend. Queries and new keys in rows, or packed where `starts` are theirs.
+    """Append and attend. Queries and new keys come in rows, or packed by `starts`.
 
-    `rotary`: cos, sin, interleaved. Raises `RuntimeError`, as flash-attn does, where there is no room.
+    `rotary`: cos, sin, interleaved. Raises `RuntimeError`, as flash-attn does, if the cache has no room.
     """
     query_lens = None if starts[0] is None else lens_between(starts[0])
     new = turns = None

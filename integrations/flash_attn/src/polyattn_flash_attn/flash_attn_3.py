@@ -56,7 +56,7 @@ def flash_attn_varlen_func(
     )
     queries, starts = list(lens_between(cu_seqlens_q)), values_of(cu_seqlens_k)[:-1]
     keys = list(lens_between(cu_seqlens_k, gap=True)) if seqused_k is None else values_of(seqused_k)
-    if seqused_q is not None:  # what is not used: a sequence without keys
+    if seqused_q is not None:  # the unused queries become a sequence without keys
         used = values_of(seqused_q)
         queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]
         keys = [n for length in keys for n in (length, 0)]
@@ -101,9 +101,7 @@ def flash_attn_with_kvcache(
     options = options_of(
         softmax_scale, causal, window_size, softcap, None, return_softmax_lse, attention_chunk
     )
-    if (
-        page_table is not None and cache_batch_idx is not None
-    ):  # then it says which rows of the table
+    if page_table is not None and cache_batch_idx is not None:  # here it names rows of the table
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     cache = CallerCache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
@@ -126,4 +124,4 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to prepare: a plan is made by the call."""
+    """Do nothing: the call itself makes a plan."""

@@ -4,7 +4,7 @@
     polyattn_flashinfer.install()            # `import flashinfer` now
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-Nothing is installed by importing this package, and a real FlashInfer is never hidden unless asked.
+Importing this package installs nothing. `install` hides a real FlashInfer only on request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyattn.host import StandIns
 from polyattn_flashinfer import cascade, decode, flashinfer, mla, page, prefill
 
 VERSIONS = {"flashinfer": "0.6.18"}
-"""Whose signatures the functions have."""
+"""The version whose signatures the functions have."""
 
 _stand_ins = StandIns(
     {

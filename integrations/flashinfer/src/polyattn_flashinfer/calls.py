@@ -1,4 +1,4 @@
-"""What the wrappers come down to: a step with its masks, over pages or whole keys."""
+"""The step behind all wrappers, with its masks, over pages or whole keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What a plan says of scores; all but `mask` are FlashInfer's arguments.
+    """A plan's options for scores. All but `mask` are FlashInfer's arguments.
 
     `mask`: bool (total,), the sequences' masks one after another, row by row.
     """
@@ -72,7 +72,7 @@ class Scores:
 
 
 class Step:
-    """The sequences of a plan, and what serves them over pages or whole keys.
+    """The sequences of a plan, and the groups that serve them over pages or whole keys.
 
     `table`: int32 (num_seqs, columns) of pages; None: keys come whole.
     """

@@ -46,7 +46,7 @@ def merge_state_in_place(
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Levels of pages that several sequences share, each read once, and merged."""
+    """Attends to levels of pages that several sequences share. Each level is read once, then merged."""
 
     def __init__(
         self,

@@ -51,8 +51,8 @@ def single_decode_with_kv_cache(
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """Decode over pages. Arguments, tensors and results as in FlashInfer's documentation.
 
-    With `use_cuda_graph` the number of sequences is that of `paged_kv_last_page_len_buffer`, and each
-    has an equal share of `paged_kv_indices_buffer`'s pages. `plan` then refills what a replay reads.
+    With `use_cuda_graph`, `paged_kv_last_page_len_buffer` sets the number of sequences, and each has an
+    equal share of `paged_kv_indices_buffer`'s pages. `plan` then refills the buffers that a replay reads.
     """
 
     captured = True
@@ -97,7 +97,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
         q_len_per_req: int = 1, window_right: int = 0,
     ) -> None:  # fmt: skip
-        """Plan a step. How keys are split is polyattn's to choose: `batch_invariant` fixes it."""
+        """Plan a step. polyattn chooses how to split keys; `batch_invariant` fixes the split."""
         refuse("decode is causal; leave it out", window_right=window_right)
         scores = Scores(
             True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
@@ -165,7 +165,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         return values.flatten(0, 1), None if sums is None else sums.flatten(0, 1) * LOG2E
 
     def _refilled(self, table: Tensor, lens: list[int]) -> Tensor:
-        """Copy a step to where captured kernels read it. Raises `PolyattnError` where it is too large."""
+        """Copy a step to the captured kernels' buffers. Raises `PolyattnError` if it is too large."""
         if len(lens) != len(self._lens) or table.shape[1] > self._table.shape[1]:
             raise PolyattnError(
                 f"the step has {len(lens)} sequences of up to {table.shape[1]} pages; the buffers of "

@@ -1,4 +1,4 @@
-"""What `flashinfer` itself offers: the names of all its modules."""
+"""The module `flashinfer` itself, with the names of all its modules."""
 
 from polyattn_flashinfer.cascade import (
     MultiLevelCascadeAttentionWrapper,

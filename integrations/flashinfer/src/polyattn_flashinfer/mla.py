@@ -29,8 +29,8 @@ __all__ = ["BatchMLAPagedAttentionWrapper"]
 class BatchMLAPagedAttentionWrapper(Wrapper):
     """MLA over pages. Arguments, tensors and results as in FlashInfer's documentation.
 
-    Both caches are read in place where they are parts of one tensor's rows, the latent first. Else the
-    step's pages are copied to such rows at each run.
+    Caches that are parts of one tensor's rows, the latent first, are read in place. Otherwise each run
+    copies the step's pages to such rows.
     """
 
     def __init__(

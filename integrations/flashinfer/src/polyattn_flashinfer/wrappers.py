@@ -1,4 +1,4 @@
-"""What all wrappers share: a workspace that isn't needed, a plan, and names that older callers use."""
+"""The base of all wrappers: an unused workspace, a plan, and the names that older callers use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Wrapper:
         self._sizes: dict[str, int] = {}
 
     captured = False
-    """Whether a CUDA graph may hold `run`."""
+    """Whether a CUDA graph may capture `run`."""
 
     def reset_workspace_buffer(self, *buffers: Tensor) -> None:
         """Do nothing: the workspace isn't used."""
@@ -49,14 +49,14 @@ class Wrapper:
         return self._step
 
     def _planned(self, step: Step, dtype: Any, sizes: dict[str, int], **dtypes: Any) -> None:
-        """Keep a plan. `sizes`: what it says of `run`'s tensors. `dtypes`: only their spelling counts."""
+        """Store a plan. `sizes`: of `run`'s tensors. `dtypes`: checked for their spelling only."""
         for name, word in dtypes.items():
             plain_dtype(name, word)
         self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
         self._sizes = sizes
 
     def _check(self, sizes: dict[str, int]) -> None:
-        """Raise `PolyattnError` where `run`'s tensors aren't what `plan` was told."""
+        """Raise `PolyattnError` if `run`'s tensors differ from `plan`'s arguments."""
         for name, size in sizes.items():
             if size != self._sizes.get(name, size):
                 raise PolyattnError(
@@ -100,7 +100,7 @@ class Wrapper:
         use_fp16_qk_reduction: bool = False, return_lse: bool = False,
         **scales: float | Tensor | None,
     ) -> Result:  # fmt: skip
-        """Run with other scores than the plan's, as FlashInfer's deprecated `forward`."""
+        """Run with score options of its own, as FlashInfer's deprecated `forward`."""
         step = self._planned_step
         step.scores = replace(
             step.scores,

@@ -17,7 +17,7 @@ __all__ = ["create", "register", "report", "reset"]
 
 
 def register() -> None:
-    """Add the name to SGLang's attention backends and to what its arguments accept."""
+    """Add the name to SGLang's attention backends and to its arguments' choices."""
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,

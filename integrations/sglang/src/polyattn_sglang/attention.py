@@ -1,4 +1,4 @@
-"""The attention backend: SGLang's token pools read as pages, a plan once a forward pass."""
+"""The attention backend. It reads SGLang's token pools as pages, and plans once a forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEDGER = Ledger("sglang", "nothing")
 
 
 class Step:
-    """What one forward pass is, on the host, and its batches over the pools."""
+    """One forward pass, as the host knows it, and its batches over the pools."""
 
     def __init__(self, forward: Any, table: Any):
         mode = forward.forward_mode
@@ -34,7 +34,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Query tokens, without what SGLang pads."""
+        """Query tokens, without SGLang's padding."""
         return sum(self.query_lens)
 
     def batch(self, sliding: bool, store: bool) -> Batch:
@@ -50,9 +50,9 @@ class Step:
 
 
 class ServedAttention:
-    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself.
+    """The methods of SGLang's `AttentionBackend`. `create` joins them with the class itself.
 
-    `deterministic`: a token has the same bits in any batch, and however its prompt was divided.
+    `deterministic`: a token has the same bits in any batch, and under any chunking of its prompt.
     """
 
     def __init__(self, runner: Any, deterministic: bool = False):
@@ -129,7 +129,7 @@ class ServedAttention:
             cache = self._cache(layer, q)
             group = self._group(query, layer, options, sinks, block_size=self.page)
             group.check_format(cache.format)
-            if not store:  # what shares another layer's cache attends to what that one stored
+            if not store:  # a layer that shares another's cache attends to the other's keys
                 k = v = None
             plan = group.plan_for(step.batch(sliding or chunk is not None, k is not None))
         LEDGER.count(plan.group)
@@ -160,7 +160,7 @@ class ServedAttention:
         return 1
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Refuse graphs, which would read a plan that no replay refills. Raises `PolyattnError`."""
+        """Refuse graphs, because a replay wouldn't refill the plan. Raises `PolyattnError`."""
         raise PolyattnError("CUDA graphs are not served by this backend; --disable-cuda-graph")
 
     def support_triton(self) -> bool:
@@ -169,7 +169,7 @@ class ServedAttention:
 
 
 def _refuse_model(runner: Any) -> None:
-    """Refuse MLA, and layers that choose keys: SGLang's own backends alone call their indexers."""
+    """Refuse MLA, and layers that choose keys: only SGLang's own backends call their indexers."""
     config = getattr(getattr(runner, "model_config", None), "hf_config", None)
     name = getattr(config, "model_type", "this model")
     kind = "MLA" if runner.use_mla_backend else ""
@@ -177,7 +177,7 @@ def _refuse_model(runner: Any) -> None:
         try:
             specs = LayerSpec.from_hf_config(config.to_dict())
         except PolyattnError:
-            return  # polyattn doesn't read the model: its layers are refused one by one
+            return  # polyattn can't read the model; its layers are refused one by one
         count = sum(spec.sparse is not None for spec in specs)
         kind = f"sparse ({count} of {len(specs)})" if count else ""
     if kind:

@@ -8,7 +8,7 @@
     from torch.nn.attention import activate_flash_attention_impl
     activate_flash_attention_impl("polyattn")   # with gradients: torch's flash operators themselves
 
-What can't be served goes to torch's own kernels: warned of once, counted, named in `report()`.
+Unserved calls go to torch's own kernels, with one warning. `report()` counts and names them.
 """
 
 from __future__ import annotations

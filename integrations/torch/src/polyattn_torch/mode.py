@@ -16,13 +16,14 @@ from polyattn_torch.ledger import LEDGER
 
 
 class Unserved(PolyattnError):
-    """A call that polyattn doesn't serve; torch's own function does."""
+    """A call that polyattn leaves to torch's own function."""
 
 
 class SdpaMode(TorchFunctionMode):
     """Serves `torch.nn.functional.scaled_dot_product_attention` inside a `with`. Forward only.
 
-    A call that asks for gradients or can't be served runs torch's own kernels: counted and named.
+    A call that needs gradients, or that polyattn can't serve, runs torch's own kernels. The report
+    counts and names it.
     """
 
     def __torch_function__(
@@ -60,8 +61,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attend as torch's function of this name does, (batch, heads, seqlen, size), or (…, seqlen, size).
 
-    `is_causal` is aligned to the top left. Masks must show each query one interval of keys, alike for
-    all heads. Forward only. Raises `PolyattnError` where torch's own function has to serve.
+    `is_causal` is aligned to the top left. Masks must show each query one interval of keys, the same for
+    all heads. Forward only. Raises `PolyattnError` for a call that only torch's own function serves.
     """
     if dropout_p:
         raise Unserved(f"dropout_p={dropout_p}")

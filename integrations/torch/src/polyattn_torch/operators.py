@@ -37,12 +37,12 @@ _inside = threading.local()
 
 
 class Operators:
-    """The registered operators: what torch's registry keeps until `remove()`."""
+    """The registered operators, which torch's registry holds until `remove()`."""
 
     def __init__(self) -> None:
         self.original = {"CPU": get_kernel(f"aten::{_CPU}", "CPU")}
         self.library = Library("aten", "IMPL")
-        with warnings.catch_warnings():  # of overriding, which was asked for
+        with warnings.catch_warnings():  # torch warns of overriding, which is on purpose
             warnings.simplefilter("ignore")
             self._register()
 
@@ -99,7 +99,7 @@ class Operators:
 
 @contextmanager
 def _within() -> Iterator[None]:
-    """A backend may be made of these very operators (TORCH_SDPA is): within a call they are torch's."""
+    """Use torch's own operators within a call: a backend may call them itself, as TORCH_SDPA does."""
     _inside.call = True
     try:
         yield
@@ -111,7 +111,7 @@ def _served(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool,
     mask: Tensor | None, scale: float | None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """Return (batch, heads, queries, size) and the LSE (batch, heads, queries); None: torch's turn."""
+    """Return (batch, heads, queries, size) and the LSE (batch, heads, queries), or None for torch."""
     if getattr(_inside, "call", False):
         return None
     try:
@@ -153,8 +153,8 @@ def varlen_forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """`aten::_flash_attention_forward`: packed sequences, or dense (batch, seqlen, heads, size).
 
-    `num_splits`: 1 asks for the bits that a sequence has in any batch, as torch documents it; other
-    numbers ask for nothing here.
+    `num_splits`: 1 asks for the same bits in any batch, as torch documents it. Other numbers have no
+    effect here.
     """
     if dropout_p or return_debug_mask:
         raise PolyattnError(
@@ -185,7 +185,7 @@ def varlen_forward(
     with torch.no_grad(), _within():
         out, lse = attend_packed(query, lens, keys, options, alibi_slopes=alibi_slopes)
     assert lse is not None
-    # What flash-attn's backward reads where a query sees nothing.
+    # flash-attn's backward reads this for a query without visible keys.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     if cum_seq_q is None:
         out = out.view(*shape[:3], out.shape[2])

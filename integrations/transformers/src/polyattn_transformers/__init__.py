@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="polyattn")
     print(polyattn_transformers.report())                           # what served, what fell back
 
-What can't be served falls back to the model's own eager attention: warned of once, counted, named.
+Unserved calls fall back to the model's own eager attention, with one warning. The report counts them.
 """
 
 from __future__ import annotations

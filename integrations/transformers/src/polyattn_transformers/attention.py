@@ -33,17 +33,17 @@ def attention(
     """Attend as the model's eager attention does.
 
     `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size). Returns the
-    output (batch, queries, heads, size) and, where the model's own attention had to serve, its weights.
-    Raises `PolyattnError` for an argument that neither polyattn nor the eager attention knows.
+    output (batch, queries, heads, size) and, if the model's own attention served, its weights. Raises
+    `PolyattnError` for an argument that neither polyattn nor the eager attention knows.
     """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if is_causal is None:
-        # `make_mask` leaves a causal mask out only where the lengths are equal: other layers see all.
+        # `make_mask` omits a causal mask only for equal lengths. Without one, other layers see all keys.
         is_causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
     sinks = kwargs.get("s_aux")
     sinks = module._parameters.get("sinks") if sinks is None else sinks
-    # A single query is a decode: it sees all keys, wherever they are aligned.
+    # A single query is a decode: it sees all keys under either alignment.
     causal = is_causal and query.shape[2] > 1
     own, others, unknown = _own_attention(type(module).__module__, *kwargs)
     if unknown:
@@ -91,7 +91,7 @@ def _invariant(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     call_options: CallOptions, sinks: Tensor | None, why: str | None,
 ) -> Tensor:  # fmt: skip
-    """Attend at the model's level of `batch_invariant`. Raises `PolyattnError` for all but whole rows."""
+    """Attend at the model's level of `batch_invariant`. Raises `PolyattnError` unless rows are whole."""
     level: Any = module._polyattn_invariance
     if why is None and (mask is not None or query.shape[2] != key.shape[2]):
         why = "a mask, or keys of earlier steps"
@@ -128,11 +128,11 @@ KNOWN |= {
     "indices", "use_cache", "cache_position", "deterministic", "logits_to_keep", "return_dict",
     "token_type_ids", "mm_token_type_ids", "image_sizes",
 }  # fmt: skip
-"""Arguments that are served, or that no attention needs beside the mask."""
+"""Arguments that polyattn serves, or that attention doesn't need beside the mask."""
 
 
 def _check_known(module: nn.Module, unknown: tuple[str, ...], kwargs: dict[str, Any]) -> None:
-    """Raise for an argument that nobody reads: the model may expect a kernel of its own to read it."""
+    """Raise for an argument that nothing here reads: the model may expect its own kernel to read it."""
     for name in unknown:
         if kwargs[name] is not None:
             raise PolyattnError(
@@ -171,7 +171,7 @@ def _own_attention(
 
 
 TRAINING = ("gradients are asked for", "dropout")
-"""Why sdpa serves instead, which has a backward and dropout, unless the layer has a soft cap or sinks."""
+"""Reasons to use sdpa instead, which has a backward and dropout but no soft cap or sinks."""
 
 
 def _refused(
@@ -183,7 +183,7 @@ def _refused(
     compiling: bool,
 ) -> str | None:
     """Return why a call can't be served, None where it can, for all but its mask."""
-    # Models collect attention weights by hooks.
+    # Hooks of models collect attention weights.
     collected = None if compiling else _active_collector.get()  # type: ignore[no-untyped-call]
     if kwargs.get("output_attentions") or (
         collected and any("attentions" in name for name in collected)

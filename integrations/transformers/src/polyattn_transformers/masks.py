@@ -1,4 +1,4 @@
-"""The mask function: transformers' own, so that what a model composed can be read afterwards."""
+"""The mask function: transformers' own, so that a composed mask stays readable afterwards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def make_mask(
 ) -> Tensor | None:
     """Return the mask, bool (batch, 1, queries, keys), or None where the layer's `is_causal` says all.
 
-    A causal mask is left out only where the last query stands at the last key: kernels align there.
-    A model that reads its masks gets all of them, as numbers to add to the scores.
+    A causal mask is omitted only if the last query stands at the last key, where kernels align it. A
+    model that reads its masks gets all of them, as numbers to add to the scores.
     """
     config = kwargs.get("config")
     unread = _passes_masks_on(type(config))
@@ -48,7 +48,7 @@ def make_mask(
 def _passes_masks_on(config: type) -> bool:
     """Return whether the models of a config class pass masks to attention unread, None among them.
 
-    Others add masks to scores themselves, or join them to masks of their own: they expect numbers.
+    Other models add masks to scores, or combine them with their own masks, and expect numbers.
     """
     known: bool | None = _KNOWN.get(config)
     if known is None:

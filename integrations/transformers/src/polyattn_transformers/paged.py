@@ -22,11 +22,11 @@ VERSION = Version(transformers.__version__)
 
 
 def set_batch_invariant(model: PreTrainedModel, level: bool | str) -> None:
-    """Set what must not change a bit of the attention of a model on polyattn: a level of `LayerSpec`.
+    """Set a model's level of `LayerSpec.batch_invariant`, for its attention on polyattn.
 
-    `"calls"` gives a whole sequence that is passed without a cache the bits that continuous batching
-    gives its tokens. Other calls without a paged cache are refused, but for those that ask for gradients,
-    which are torch's. The model's other operators are torch's as well.
+    With `"calls"` a whole sequence without a cache gets the same bits as its tokens in continuous
+    batching. Other calls without a paged cache are refused, except calls with gradients, which torch
+    serves. The model's other operators stay torch's.
     """
     for module in model.modules():
         if hasattr(module, "layer_idx"):
@@ -105,15 +105,15 @@ def attend(
     sinks: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Store the step's keys and values and attend; packed (1, heads, tokens, size).
+    """Store the step's keys and values and attend. Tensors are packed, (1, heads, tokens, size).
 
-    Full attention walks the cache's own pages. A sliding layer's pages are a ring, whose keys
-    transformers puts in order first.
+    Full attention reads the cache's own pages. A sliding layer's pages are a ring, and transformers
+    puts its keys in order first.
     """
     layer, cache = int(module.layer_idx), _cache(module, kwargs)  # type: ignore[arg-type]
     index, window, pages_now = _layer(cache, layer)
     key_starts = kwargs["cu_seq_lens_k"]
-    if isinstance(key_starts, dict):  # to 5.18 of one type alone, which is no dictionary then
+    if isinstance(key_starts, dict):  # up to 5.18 a model of one layer type passes no dictionary
         key_starts = key_starts["full_attention" if window is None else "sliding_attention"]
     lens = [_lens(kwargs["cu_seq_lens_q"]), _lens(key_starts)]
     fields: dict[str, Any] = {
@@ -155,13 +155,13 @@ def attend(
 
 
 _NAMES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).parameters
-"""Whether the cache takes the indices of a step alone, as it does to transformers 5.18."""
+"""Whether the cache takes only a step's indices, as up to transformers 5.18."""
 
 
 def _cache(module: nn.Module, kwargs: dict[str, Any]) -> Any:
     """Return a step's cache. Raises `PolyattnError` where the model has stored in it already."""
     cache = kwargs.get("cache")
-    if cache is None:  # the keys are the whole cache's then, and no mask tells which are whose
+    if cache is None:  # the keys are the whole cache's, and no mask separates the requests
         raise PolyattnError(
             f"continuous batching of {type(module).__name__} was not begun by "
             "polyattn_transformers.continuous_batching_manager; begin it so"
@@ -175,7 +175,7 @@ def _layer(cache: Any, layer: int) -> tuple[int, int | None, Callable[[], tuple[
         allocator = cache.layer_to_allocator[layer]
         window = getattr(allocator, "sliding_window", None)
         return allocator.index, window, lambda: allocator.get_cache_for_block_table(layer)
-    # transformers 5.10 to 5.17: the layers at one place of their groups share a tensor of tokens.
+    # transformers 5.10 to 5.17: layers with the same index in their groups share a tensor of tokens.
     index, place = cache.layer_index_to_group_indices[layer]
     window = getattr(cache.group_cache_managers[index], "sliding_window", None)
     pages = (-1, cache.block_size)

@@ -1,8 +1,8 @@
 """vLLM on polyattn: `register` is its plugin, which vLLM calls in each of its processes.
 
-Where vLLM lets a backend be chosen, ours is `--attention-backend CUSTOM`, for MLA models too. On a CPU it
-lets none be chosen: there CPU_ATTN, CPU_MLA and AMX_MLA are ours wherever this package is installed, and
-`VLLM_PLUGINS=` (empty) leaves it out.
+`--attention-backend CUSTOM` selects polyattn, for MLA models too. On a CPU vLLM offers no choice. There
+this package replaces CPU_ATTN, CPU_MLA and AMX_MLA wherever it is installed; `VLLM_PLUGINS=` (empty)
+disables it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MLA = "polyattn_vllm.mla.PolyattnMLABackend"
 
 
 def register() -> None:
-    """Put polyattn's backends into vLLM's registry."""
+    """Register polyattn's backends with vLLM."""
     _check_version()
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Names
@@ -30,14 +30,14 @@ def register() -> None:
 
 
 def _check_version() -> None:
-    """Raise where vLLM is not of the versions that this distribution's metadata names."""
+    """Raise unless the metadata of this distribution names vLLM's version."""
     for integration in integrations():
         if integration.distribution == "polyattn-vllm" and integration.problem:
             raise RuntimeError(f"{integration.problem}; or leave it out: VLLM_PLUGINS= (empty)")
 
 
 def __getattr__(name: str) -> Any:
-    """`CUSTOM` is one name of vLLM's for attention and MLA: which of the two, the model says."""
+    """`CUSTOM`, one name of vLLM's for attention and for MLA. The model decides between them."""
     if name != "CUSTOM":
         raise AttributeError(f"module 'polyattn_vllm' has no attribute {name!r}")
     from vllm.config import get_current_vllm_config

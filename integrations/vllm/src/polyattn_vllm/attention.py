@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class PolyattnBackend(Layouts, AttentionBackend):
-    """What vLLM asks before it builds a layer. Whether kernels are there, selecting says at start-up."""
+    """Answers vLLM's questions before it builds a layer. Selection checks for kernels at start-up."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -70,15 +70,15 @@ class PolyattnBackend(Layouts, AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True  # selecting refuses layers that nobody here gives it to
+        return True  # selection refuses layers that no backend here serves
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # the host's lengths are what is planned
+        return False  # plans use the host's lengths
 
 
 class PolyattnImpl(AttentionImpl[Step]):
-    """One layer of vLLM's: what it computes (`fields` of its `LayerSpec`), and how it is called.
+    """A layer of vLLM's: the `fields` of its `LayerSpec`, and vLLM's calls of it.
 
     vLLM fuses no quantised output into it (`fused_output_quant_supported`).
     """
@@ -119,7 +119,7 @@ class PolyattnImpl(AttentionImpl[Step]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store new keys and values; a slot of -1 skips, and what follows the slots is padding."""
+        """Store new keys and values. A slot of -1 skips; tokens beyond the slots are padding."""
         if not self.given:
             tokens = slot_mapping.shape[0]
             pages = pages_of(self.ours, kv_cache)
@@ -130,7 +130,7 @@ class PolyattnImpl(AttentionImpl[Step]):
         attn_metadata: Step | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attend for the step's tokens; those after them are padding, and left alone."""
+        """Attend for the step's tokens. Later tokens are padding and stay unchanged."""
         refuse(REMEDY, output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)

@@ -1,7 +1,7 @@
-"""How do vLLM and a backend agree on the layout of the cache's blocks? Here alone versions differ.
+"""How vLLM and a backend agree on the layout of the cache's blocks. Only this differs between versions.
 
-Since 0.29 vLLM asks for the layouts that a backend takes and resolves one. 0.28 asks for one, and for
-the shape and the order in memory that it has.
+Since 0.29 vLLM asks a backend for all layouts that it takes, and chooses one. 0.28 asks for one layout,
+its shape and its order in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ else:
 
 
 class Layouts:
-    """What vLLM asks of a backend about its cache: a layer's blocks lie together in each layout."""
+    """Answers vLLM's questions about a backend's cache. A layer's blocks always lie together."""
 
     @classmethod
     def is_mla(cls) -> bool:

@@ -1,4 +1,4 @@
-"""What does vLLM build once a step? One plan for each group of layers that compute the same."""
+"""Builds vLLM's metadata once a step: one plan for each group of layers that compute the same."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ REMEDY = "choose another --attention-backend, or set VLLM_PLUGINS= (empty)"
 
 @dataclass
 class Step(AttentionMetadata):
-    """A step's plans, by group, and polyattn's layers of the builder that made them, by vLLM's.
+    """A step's plans, by group, and the polyattn layer of each of vLLM's layers.
 
-    The counts are what vLLM's MLA layer asks: it gives what is no decode to `forward_mha`. Without
-    `prefill` it quantises outputs by itself, after that.
+    vLLM's MLA layer reads the counts, and passes tokens that aren't decodes to `forward_mha`. Without
+    `prefill` it quantises outputs itself afterwards.
     """
 
     plans: dict[LayerGroup, StepPlan]
@@ -56,22 +56,22 @@ class Step(AttentionMetadata):
         cache: Tensor,
         output: Tensor,
     ) -> None:
-        """Run a layer of vLLM's over its cache, or what is `given`; later tokens are padding."""
+        """Run a layer of vLLM's over its cache, or over keys in `given`. Later tokens are padding."""
         layer = self.layers[impl]
         plan = self.plans[layer.group]
         tokens = plan.batch.num_tokens
         key, value = (None, None) if given is None else (first(t, tokens) for t in given)
         pages = pages_of(layer, cache) if given is None else None
-        # Without what `Module.__call__` looks for: nobody else has this layer to hook it.
+        # `forward` skips the hooks of `Module.__call__`: no other code can hook this layer.
         layer.forward(first(query, tokens), key, value, pages, plan, out=first(output, tokens))
 
 
 @dataclass
 class Captured:
-    """What a graph of a number of requests reads, each of `query_len` tokens.
+    """The buffers of a graph with a fixed number of requests, each of `query_len` tokens.
 
-    vLLM's lengths are read where all backends take padding rows without keys. Elsewhere `lens` is, in
-    which padding rows read block 0.
+    The graph reads vLLM's lengths if all backends take padding rows without keys. Otherwise it reads
+    `lens`, with which padding rows read block 0.
     """
 
     query_len: int
@@ -82,16 +82,16 @@ class Captured:
 
 @dataclass
 class CapturedMixed:
-    """What a graph of prompts and decodes reads: core's buffers, in which all rows are prompts."""
+    """The buffers of a graph of prompts and decodes: core's buffers, in which all rows are prompts."""
 
     buffers: MixedBuffers
     plans: dict[LayerGroup, StepPlan]
 
 
 class Builder(AttentionMetadataBuilder[Step]):
-    """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's.
+    """Selects at start-up and plans each step. Layers of one spec share a group within a builder.
 
-    A captured graph reads the plans of its capture, by number of requests and of tokens; `build` plans
+    A captured graph reads the plans of its capture, by number of requests and of tokens. `build` plans
     into their buffers before each replay.
     """
 
@@ -103,8 +103,8 @@ class Builder(AttentionMetadataBuilder[Step]):
     ) -> AttentionCGSupport:
         """Return what a graph may hold: steps of as many tokens a request.
 
-        Where `FULL` is asked for, any step, if backends for that serve all layers. At a level that no
-        other request may change, single tokens, likewise.
+        With `FULL`, any step, if backends for it serve all layers. With batch invariance, single tokens
+        under the same condition.
         """
         if current_platform.is_cpu() or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
             return AttentionCGSupport.NEVER
@@ -134,7 +134,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         self._attach()
 
     def _attach(self) -> None:
-        """Attach the layers that `layer_names` has and `layers` doesn't.
+        """Attach the layers of `layer_names` that aren't in `layers` yet.
 
         A draft model's proposer gives its builder one layer, and adds the others to that list later.
         """
@@ -187,10 +187,10 @@ class Builder(AttentionMetadataBuilder[Step]):
         if isinstance(captured, CapturedMixed):
             return self._refilled(common, starts, lens, captured)
         if captured is not None and captured.query_len == common.max_query_len:
-            # A graph runs what is padding, too, which comes last.
+            # A graph runs padding too, which comes last.
             return self._replayed(common, lens[: sum(b > a for a, b in pairwise(starts))], captured)
         own_lens, table = common.seq_lens, self._table(common)
-        # A drafter's may be shorter than the host knows; without graphs nothing depends on it.
+        # A drafter's lengths may be shorter than the host's. Without graphs nothing depends on them.
         exact = not _drafts(self.vllm_config) and all(
             g.spec.graph_capture for g in self.groups.values()
         )
@@ -200,7 +200,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         return self._plan(common, batch, {})
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
-        """Plan for the longest sequences that there can be, so that no later step needs more."""
+        """Plan for the longest possible sequences, so that no later step needs larger buffers."""
         common = common_attn_metadata
         rows, tokens, each = common.num_reqs, common.num_actual_tokens, common.max_query_len
         if self.support is AttentionCGSupport.ALWAYS and _mixes(self.vllm_config):
@@ -219,7 +219,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         return step
 
     def _mixed(self, common: CommonAttentionMetadata) -> Step:
-        """Plan one prompt of all tokens, and over it the step that vLLM makes up."""
+        """Plan one prompt of all tokens, then vLLM's dummy step into the same buffers."""
         key = common.num_reqs, common.num_actual_tokens
         captured = self.captured.get(key)
         if not isinstance(captured, CapturedMixed):
@@ -241,13 +241,13 @@ class Builder(AttentionMetadataBuilder[Step]):
         lens: list[int],
         captured: CapturedMixed,
     ) -> Step:
-        """Plan a step into what its graph reads; a row fills the tokens that are padding."""
+        """Plan a step into its graph's buffers. One more row takes the padding tokens."""
         rows, longest = sum(b > a for a, b in pairwise(starts)), captured.buffers.max_len
         table = self._table(common)
         assert table is not None
         batch = Batch.on_buffers(
             starts[: rows + 1],
-            [min(n, longest) for n in lens[:rows]],  # what vLLM makes up may be longer
+            [min(n, longest) for n in lens[:rows]],  # lengths of a dummy step may be longer
             common.query_start_loc[: rows + 1],
             common.seq_lens[:rows],
             table[:rows],
@@ -258,7 +258,7 @@ class Builder(AttentionMetadataBuilder[Step]):
     def _replayed(
         self, common: CommonAttentionMetadata, lens: list[int], captured: Captured
     ) -> Step:
-        """Plan a step, padding rows and all, into what its graph reads."""
+        """Plan a step with its padding rows into its graph's buffers."""
         rows, each = common.num_reqs, captured.query_len
         device_lens, padding = common.seq_lens, 0
         if captured.lens is not None:
@@ -325,7 +325,7 @@ def layer_spec(
     fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
     fields |= layer.impl.fields
     cached = fields.get("cached", True)
-    if envs.VLLM_BATCH_INVARIANT:  # the other requests decide how a prompt is divided into steps
+    if envs.VLLM_BATCH_INVARIANT:  # other requests decide a prompt's chunks
         fields["batch_invariant"] = "steps" if cached else "batch"
     if cached:
         stored = layer.impl.kv_cache_dtype
@@ -347,10 +347,10 @@ def layer_spec(
 
 
 def selected(spec: LayerSpec, config: VllmConfig, device: torch.device, verify: bool) -> Selection:
-    """Select for the layout that vLLM settled on. Raises `SelectionError`."""
+    """Select for the layout that vLLM chose. Raises `SelectionError`."""
     layout = layout_of(config.cache_config)
     if spec.latent is not None:
-        layout = "NHD"  # of one head, both are
+        layout = "NHD"  # with one head both layouts are the same
     return select(spec, device, settings=replace(current_settings(), layout=layout), verify=verify)
 
 
@@ -361,13 +361,13 @@ def _drafts(config: VllmConfig) -> int:
 
 
 def _mixes(config: VllmConfig) -> bool:
-    """Whether vLLM's graphs are to hold steps of prompts and decodes."""
+    """Return whether vLLM's graphs capture mixed steps of prompts and decodes."""
     mode = config.compilation_config.cudagraph_mode
     return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
 def _serves(config: VllmConfig, kv_cache_spec: Any, support: AttentionCGSupport) -> bool:
-    """Whether for each of our layers a backend serves that a graph of such steps may hold.
+    """Return whether each layer has a backend that a graph of such steps can capture.
 
     A captured prompt may be as long as the graph, and no longer than a model's sequences.
     """
@@ -391,7 +391,7 @@ def _serves(config: VllmConfig, kv_cache_spec: Any, support: AttentionCGSupport)
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:
-    """Raise before the engine is up for what no step can be: on a CPU vLLM asks no backend of it.
+    """Raise at start-up for configurations that no step can serve. On a CPU vLLM asks no backend.
 
     A step is planned by the host's lengths, not by their bounds.
     """

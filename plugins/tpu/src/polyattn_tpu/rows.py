@@ -116,8 +116,8 @@ class Rows:
 def _run(trace: Trace, own: dict[str, Any], apart: Any = lambda args: args) -> list[Any]:
     """Compute a trace's operations; `own`: the operations that aren't elementwise, by node.
 
-    `apart` hides an operation's inputs from XLA, which would turn `x + c - c`, which rounds, into `x`, and
-    a division by a constant into a product.
+    `apart` hides an operation's inputs from XLA. XLA would turn `x + c - c`, which rounds, into `x`, and
+    division by a constant into a product.
     """
     values: list[Any] = []
     for node in trace.nodes:
