@@ -262,6 +262,7 @@ def _pages_by_device(
         isinstance(lens, Tensor)
         and lens.device.type in BY_DEVICE
         and lens.dtype == torch.int32
+        and lens.is_contiguous()
         and cache.starts is None
         and (turns is None or turns.cos.shape[0] >= _room(cache))
         and (slopes is None or slopes.dim() == 1)
