@@ -210,7 +210,7 @@ class LayerGroup:
             check_coupling(variant, self.spec)
         self.cache_format = selection.cache_format
         if cache_format is not None:
-            self.check_format(cache_format)
+            self.check_format(cache_format, how_they_lie=False)
             self.cache_format = cache_format
         self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
@@ -464,11 +464,12 @@ class LayerGroup:
                 "with group.allocate_cache(n)"
             )
 
-    def check_format(self, format: CacheFormat) -> None:
+    def check_format(self, format: CacheFormat, how_they_lie: bool = True) -> None:
         """Check that a cache has the form that the backends were chosen for.
 
         Args:
             format: the cache's form.
+            how_they_lie: whether blocks must lie as far apart, if a kernel walks smaller ones.
 
         Raises:
             CacheError: it has another form, or the layer keeps no cache.
@@ -490,11 +491,10 @@ class LayerGroup:
                     "group.allocate_cache(n)"
                 )
         walked = set(dict(self.selection.decision.kernel_block_sizes).values())
-        if format.interleaved != wanted.interleaved and walked - {wanted.block_size}:
+        if how_they_lie and format.apart != wanted.apart and walked - {wanted.block_size}:
             raise CacheError(
-                "this cache interleaves K and V and the group's doesn't (or the reverse), and a "
-                "kernel walks smaller blocks; use LayerGroup(selection, "
-                "cache_format=cache.format)"
+                f"this cache's blocks lie {format.apart} tokens apart, the group's {wanted.apart}, and a "
+                "kernel walks smaller blocks; use LayerGroup(selection, cache_format=cache.format)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
