@@ -45,6 +45,7 @@ def test_windows_of_their_own_over_one_block_table(backend: str, layout: str) ->
             out = layer(*given, cache, batch)
             wanted, _ = reference.forward(spec, given[0], None, None, cache, batch, layer.params)
             assert output_error(out, wanted) <= tolerance_of(spec).output
+    assert layers[0].group.allocate_cache(2).format.apart == BLOCK
     unused = sorted(set(range(BLOCKS)) - set(table.flatten().tolist()))
     assert bool(pool[unused].isnan().all())
 
@@ -95,6 +96,8 @@ def test_a_kernel_of_smaller_blocks_walks_a_pool(monkeypatch: pytest.MonkeyPatch
                     SPEC, given[0], None, None, cache, batch, layer.params
                 )
                 assert output_error(out, wanted) <= tolerance_of(SPEC).output
+        with pytest.raises(CacheError, match="bring the cache"):
+            layer.group.allocate_cache(2)
     finally:
         unregister(paged)
         monkeypatch.undo()
