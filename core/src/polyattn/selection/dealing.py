@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
     """A step's tiles of rows of (token, head), all of one size.
 
     `each`: a row's tiles for one KV head, `keys` and `blocks`: what these go through on the average.
-    `most` and `longest`: the most tiles and blocks of a row. `count`, `total`: tiles and blocks in all.
+    `most` and `longest`: the most tiles and blocks of a row. `number`, `total`: tiles and blocks in all.
     """
 
     heads: int
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
     blocks: Ints
     most: int
     longest: int
-    count: int
+    number: int
     total: int
 
 
