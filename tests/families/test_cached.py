@@ -207,7 +207,7 @@ def test_a_cache_says_whether_its_blocks_lie_in_turn(
     assert found == replace(form, layout="NHD" if heads == 1 else layout)
     # K and V side by side in each token's row are no blocks in turn.
     rows = torch.zeros(4, 16, heads, 2 * 8)
-    assert KVCache(rows[..., :8], rows[..., 8:]).format.apart == 16
+    assert KVCache(rows[..., :8], rows[..., 8:]).format.apart == 0
 
 
 def test_a_latent_s_value_is_the_first_part_of_its_key() -> None:

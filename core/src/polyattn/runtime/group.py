@@ -502,8 +502,9 @@ class LayerGroup:
                 )
         if how_they_lie and format.apart != wanted.apart and self._splits_blocks:
             raise CacheError(
-                f"this cache's blocks lie {format.apart} tokens apart, the group's {wanted.apart}, and a "
-                "kernel walks smaller blocks; use LayerGroup(selection, cache_format=cache.format)"
+                f"this cache's blocks lie {format.block_stride} tokens apart, the group's "
+                f"{wanted.block_stride}, and a kernel walks smaller blocks; use "
+                "LayerGroup(selection, cache_format=cache.format)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:

@@ -95,7 +95,7 @@ class _Step:
 
     def __init__(self, batch: Batch, form: CacheFormat | None, call: Call, slots: Any):
         self.batch, self.call = batch, call
-        self.size, self.apart = (0, 0) if form is None else (form.block_size, form.apart)
+        self.size, self.apart = (0, 0) if form is None else (form.block_size, form.block_stride)
         self.part = with_host_table(call.plan.batch)
         self.slots = None if slots is None else slots.cpu().numpy()
         self.starts = np.asarray(batch.host_starts)

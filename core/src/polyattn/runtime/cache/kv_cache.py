@@ -140,7 +140,7 @@ class KVCache:
             if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't be contiguous: K and V differ in size")
             return cls.contiguous(empty(n, 2, h, b, of_key), form)
-        if form.apart != b:
+        if form.apart:
             if of_key != of_value or form.value_in_key or form.apart != 2 * b:
                 raise CacheError(
                     f"{form}: only blocks of K and V of one size can alternate, {2 * b} tokens apart; "
@@ -374,7 +374,7 @@ class KVCache:
                 )
             form = None
             if self.key.dtype == torch.uint8:
-                form = replace(self.format, block_size=size, apart=size)
+                form = replace(self.format, block_size=size, apart=0)
             view = self._blocks[size] = (KVCache(key, value, form), step)
         return view
 
@@ -406,9 +406,7 @@ class KVCache:
                     f"{self.value.stride()}), so "
                     f"that one table can't name the pages of both; allocate the cache in one layout"
                 )
-            form = replace(
-                self.format, block_size=size, num_kv_heads=heads, layout="NHD", apart=size
-            )
+            form = replace(self.format, block_size=size, num_kv_heads=heads, layout="NHD", apart=0)
             view = self._pages[size, heads] = (KVCache(key, value, form), steps)
         return view
 

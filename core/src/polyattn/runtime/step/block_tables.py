@@ -36,7 +36,7 @@ def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = No
     table = batch.block_table
     if into is None:
         into = table.new_empty(table.shape[0], table.shape[1] * ratio)
-    step = cache.apart // size
+    step = cache.block_stride // size
     for offset in range(ratio):  # in place: a captured step's replay allocates nothing
         into[:, offset::ratio].copy_(table).mul_(step).add_(offset)
     return batch.with_block_table(into)
