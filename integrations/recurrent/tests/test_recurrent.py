@@ -292,6 +292,11 @@ def delta_inputs(rows: int, count: int) -> list[Tensor]:
     return [q, k, v, -softplus(rand(rows, count, 4)), rand(rows, count, 4).sigmoid()]
 
 
+def test_a_scale_of_nothing_is_no_default() -> None:
+    with pytest.raises(PolyattnError, match="scale=0"):
+        gated_delta_rule.chunk_gated_delta_rule(*delta_inputs(1, 3), scale=0.0)
+
+
 @torch.no_grad()
 def test_a_sequence_without_tokens_ends_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel writes its state: what was in that memory before must not be it."""
