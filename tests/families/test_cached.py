@@ -201,13 +201,13 @@ def test_a_cache_says_whether_its_blocks_lie_in_turn(
 ) -> None:
     form = CacheFormat(
         block_size=16, num_kv_heads=heads, head_size=8, v_head_size=8, dtype="float32",
-        layout=layout, interleaved=interleaved,
+        layout=layout, apart=(1 + interleaved) * 16,
     )  # fmt: skip
     found = KVCache.allocate(form, 4).format
     assert found == replace(form, layout="NHD" if heads == 1 else layout)
     # K and V side by side in each token's row are no blocks in turn.
     rows = torch.zeros(4, 16, heads, 2 * 8)
-    assert not KVCache(rows[..., :8], rows[..., 8:]).format.interleaved
+    assert KVCache(rows[..., :8], rows[..., 8:]).format.apart == 0
 
 
 def test_a_latent_s_value_is_the_first_part_of_its_key() -> None:

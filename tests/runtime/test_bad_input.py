@@ -400,3 +400,49 @@ def test_slots_of_32_bits_are_widened() -> None:
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(BatchError, match="slot_mapping is torch.int32"):
         Batch.on_buffers([0, 3], [3], starts, lens, table, slots)
+
+
+def apart(numbers: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A column of an engine's table of metadata: its numbers don't lie side by side."""
+    return torch.tensor([numbers, [0] * len(numbers)], dtype=dtype).T.contiguous()[:, 0]
+
+
+@pytest.mark.parametrize("store", ["NATIVE_STORE", "TORCH_STORE"])
+def test_metadata_that_lies_apart_is_read_as_it_is(store: str) -> None:
+    spec = LayerSpec(num_heads=2, head_size=32, dtype="float32", block_size=16)
+    layer = Attention(LayerGroup(select(spec, backend=f"store={store}")))
+    starts, lens, slots = [0, 5, 6], [5, 20], [48, 49, 50, 51, 52, 83]
+    table = torch.tensor([[3, 1], [2, 5]], dtype=torch.int32)
+    query, key, value = torch.randn(3, 6, 2, 32)
+    caches = [layer.group.allocate_cache(8) for _ in range(3)]
+    for cache in caches:
+        cache.key.zero_()
+        cache.value.zero_()
+    usual = Batch(starts, lens, table, torch.tensor(slots))
+    columns = apart(starts, torch.int32), apart(lens, torch.int32), table, apart(slots, torch.int64)
+    batch = Batch(*columns)
+    outs = [
+        layer(query, key, value, cache, layer.plan(each))
+        for cache, each in zip(caches, (usual, batch), strict=False)
+    ]
+    assert torch.equal(*outs)
+    layer.store(key, value, caches[2], columns[3])
+    assert all(torch.equal(cache.key, caches[0].key) for cache in caches)
+    # Kernels on a device find these by address, too.
+    states = Batch([0, 1, 2], [1, 1], state_slots=apart([1, 0], torch.int64))
+    for tensor in (batch.seq_lens, batch.query_start_loc, batch.slot_mapping, states.state_slots):
+        assert tensor is not None and tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens", "slot_mapping"])
+def test_a_captured_graphs_buffers_are_not_copied(name: str) -> None:
+    buffers = {
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
+        "block_table": TABLE[:2],
+        "slot_mapping": torch.tensor([2, 19]),
+    }
+    Batch.on_buffers([0, 1, 2], [3, 4], **buffers)
+    buffers[name] = apart(buffers[name].tolist(), buffers[name].dtype)
+    with pytest.raises(BatchError, match=f"{name} .*stride 2: what a captured graph reads"):
+        Batch.on_buffers([0, 1, 2], [3, 4], **buffers)

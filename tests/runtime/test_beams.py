@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreting import interpreted
-from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, beam_batch, select
+from polyattn import (
+    Attention,
+    Batch,
+    CacheFormat,
+    KVCache,
+    LayerGroup,
+    LayerSpec,
+    Settings,
+    beam_batch,
+    select,
+)
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.attention.prefix import PrefixPlan
@@ -17,10 +29,22 @@ SIZE, SEQS, BEAMS, STEPS = 8, 2, 3, 12
 CONTEXTS = [21, 9]
 
 
-def histories_agree(backend: str, **changes: int) -> None:
+def cache_of(form: CacheFormat, lies: str, blocks: int) -> KVCache:
+    """A cache as engines lay it out: K's and V's blocks in turn, or those of three layers."""
+    if lies == "pool":
+        pool = torch.empty(blocks, 3, 2, form.block_size, form.num_kv_heads, form.head_size)
+        return KVCache(pool[:, 1, 0], pool[:, 1, 1])
+    return KVCache.allocate(replace(form, apart=2 * form.block_size * (lies == "in turn")), blocks)
+
+
+def histories_agree(backend: str, lies: str = "side by side", **changes: int) -> None:
     """Random parents at every step: each beam takes over another's tokens, and its indirection."""
     spec = SPEC.replace(**changes)
-    group = LayerGroup(select(spec.replace(block_size=SIZE), "cpu", backend=backend))
+    of_blocks, layout = (
+        spec.replace(block_size=SIZE),
+        Settings(layout="HND" if lies == "HND" else "NHD"),
+    )
+    group = LayerGroup(select(of_blocks, "cpu", backend=backend, settings=layout))
     by_token = LayerGroup(select(spec.replace(block_size=1), "cpu", backend=backend))
     context_layer, layer = Attention(group, checks=True), Attention(by_token, checks=True)
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +57,8 @@ def histories_agree(backend: str, **changes: int) -> None:
     table = table.view(SEQS, BEAMS, blocks)
     for index, length in enumerate(CONTEXTS):  # full blocks of a context are the same for all beams
         table[index, :, : length // SIZE] = table[index, :1, : length // SIZE]
-    cache = group.allocate_cache(SEQS * BEAMS * blocks)
+    assert group.cache_format is not None
+    cache = cache_of(group.cache_format, lies, SEQS * BEAMS * blocks)
     cache.key.fill_(torch.nan), cache.value.fill_(torch.nan)
     batch = Batch.from_lens(CONTEXTS, CONTEXTS, table[:, 0].contiguous(), SIZE)
     key, value = tokens(batch.num_tokens), tokens(batch.num_tokens)
@@ -43,10 +68,10 @@ def histories_agree(backend: str, **changes: int) -> None:
         for a, b in zip(batch.starts, batch.starts[1:], strict=False)
     ]
     indirection = torch.zeros(SEQS, BEAMS, max(CONTEXTS) + STEPS, dtype=torch.int32)
-    view = cache.in_blocks_of(1)[0]
+    view, apart = cache.in_blocks_of(1)
     for step in range(STEPS):
         lens = [n + step + 1 for n in CONTEXTS]
-        batch = beam_batch(lens, table, indirection, SIZE)
+        batch = beam_batch(lens, table, indirection, SIZE, apart)
         query, key, value = tokens(SEQS * BEAMS, 4), tokens(SEQS * BEAMS), tokens(SEQS * BEAMS)
         out = layer(query, key, value, view, batch)
         for index in range(SEQS):
@@ -67,6 +92,11 @@ def histories_agree(backend: str, **changes: int) -> None:
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN"])
 def test_beams_take_over_each_others_tokens(backend: str, window: int | None) -> None:
     histories_agree(backend, **({} if window is None else {"sliding_window": window}))
+
+
+@pytest.mark.parametrize("lies", ["HND", "in turn", "pool"])
+def test_beams_over_blocks_that_lie_apart(lies: str) -> None:
+    histories_agree("NATIVE_ATTN", lies)
 
 
 @pytest.mark.slow
@@ -98,6 +128,14 @@ def test_bad_input() -> None:
         (([5, 5], table.long(), indirection, 8), "block_table is torch.int64"),
         (([5, 5], table.tolist(), indirection, 8), "block_table=.* must be a tensor"),
         (([5, 5], table, indirection, 0), "block_size=0"),
+        (
+            ([5, 5], table, indirection, 8, 7),
+            "step=7 must be an integer, the block size, 8, or more",
+        ),
+        (
+            ([5, 5], table + 1, indirection, 8, 1 << 31),
+            "names block 1, whose tokens in steps of",
+        ),
         (([5, 5], table, indirection + 3, 8), r"cache_indirection\[0\] names beam 3; there are 3"),
     ):
         with pytest.raises(BatchError, match=text):

@@ -53,7 +53,7 @@ def forms_of(name: str) -> list[tuple[str, bool, int]]:
 def cache(name: str, form: tuple[str, bool, int], blocks: int) -> KVCache:
     layout, interleaved, block = form
     made = CacheFormat(block_size=block, num_kv_heads=HEADS, head_size=SIZE, v_head_size=SIZE,
-                       dtype=name, layout=layout, interleaved=interleaved)  # fmt: skip
+                       dtype=name, layout=layout, apart=(1 + interleaved) * block)  # fmt: skip
     found = KVCache.allocate(made, blocks)
     found.key.view(torch.uint8).fill_(7)
     found.value.view(torch.uint8).fill_(7)

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
+from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, register, select, unregister
+from polyattn.errors import CacheError
 from polyattn.families.attention import reference
-from polyattn.settings import current_settings
+from polyattn.kernel import backend
+from polyattn.settings import current_settings, reload
 from polyattn.workload.compare import output_error
 from polyattn.workload.tolerance import tolerance_of
+from torch import Tensor
 
 BLOCK, BLOCKS = 8, 12
 WINDOWS = (7, None, 20, 7)
@@ -42,5 +45,60 @@ def test_windows_of_their_own_over_one_block_table(backend: str, layout: str) ->
             out = layer(*given, cache, batch)
             wanted, _ = reference.forward(spec, given[0], None, None, cache, batch, layer.params)
             assert output_error(out, wanted) <= tolerance_of(spec).output
+    assert layers[0].group.allocate_cache(2).format.apart == 0
     unused = sorted(set(range(BLOCKS)) - set(table.flatten().tolist()))
     assert bool(pool[unused].isnan().all())
+
+
+@backend(
+    "FOUR", platforms="cpu", dtypes="float32", head_sizes=32, block_sizes=4,
+    features=("causal", "gqa"),
+)  # fmt: skip
+def paged(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block_table: Tensor, seq_lens: Tensor,
+    query_start_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention over pages of four tokens."""
+    starts, outs = query_start_loc.tolist(), []
+    for row, length in enumerate(seq_lens.tolist()):
+        tokens = query[starts[row] : starts[row + 1]]
+        blocks = block_table[row, : -(-length // key.shape[1])].long()
+        keys, values = (
+            t[blocks].flatten(0, 1)[:length].repeat_interleave(2, 1) for t in (key, value)
+        )
+        seen = torch.arange(length) <= torch.arange(length - len(tokens), length)[:, None]
+        scores = torch.einsum("qhd,khd->hqk", tokens, keys) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(outs)
+
+
+def test_a_kernel_of_smaller_blocks_walks_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks' numbers follow from how far the pool's lie apart; the checked plan says so, too."""
+    monkeypatch.setenv("POLYATTN_CHECKS", "1")
+    reload()
+    register(paged)
+    try:
+        chosen = select(SPEC, "cpu", backend="FOUR")
+        dice = torch.Generator().manual_seed(0)
+        table = torch.randperm(BLOCKS, generator=dice)[:8].view(2, 4).int()
+        for layers in (1, 2, 3):
+            pool = torch.full((BLOCKS, layers, 2, BLOCK, 2, 32), torch.nan)
+            cache = KVCache.packed(pool[:, layers - 1])
+            with pytest.raises(CacheError, match=f"lie {2 * layers * BLOCK} tokens apart"):
+                Attention(LayerGroup(chosen)).group.check_cache(cache)
+            layer = Attention(LayerGroup(chosen, cache_format=cache.format), checks=True)
+            for queries, lens in STEPS:
+                batch = Batch.from_lens(queries, lens, table, BLOCK)
+                given = [torch.randn(sum(queries), n, 32, generator=dice) for n in (4, 2, 2)]
+                out = layer(*given, cache, batch)
+                wanted, _ = reference.forward(
+                    SPEC, given[0], None, None, cache, batch, layer.params
+                )
+                assert output_error(out, wanted) <= tolerance_of(SPEC).output
+        with pytest.raises(CacheError, match="bring the cache"):
+            layer.group.allocate_cache(2)
+    finally:
+        unregister(paged)
+        monkeypatch.undo()
+        reload()

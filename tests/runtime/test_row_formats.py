@@ -197,11 +197,11 @@ def test_both_layouts_and_one_storage(layout: str, dtype: str) -> None:
     spec = SPEC.replace(v_head_size=32, kv_cache_dtype=dtype)
     form = select(spec, "cpu", backend="TORCH_SDPA").cache_format
     assert form is not None
-    form = replace(form, layout=layout, interleaved=dtype == "nvfp4")
+    form = replace(form, layout=layout, apart=32 if dtype == "nvfp4" else 16)
     cache = KVCache.allocate(form, 3)
     assert cache.key.shape == (3, 16, 2, 18 if dtype == "nvfp4" else 36)
     assert cache.value.shape == (3, 16, 2, 18) and cache.format == form
-    assert cache.in_blocks_of(16)[0].format == form
+    assert cache.in_blocks_of(16)[0].format == replace(form, apart=16)
 
 
 def test_who_does_not_claim_it_is_refused_by_name() -> None:

@@ -84,7 +84,7 @@ def steps(
 def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[float, int]:
     """The fullest processor's blocks, and the parts of the longest row."""
     q, n = np.array(rows).T
-    counts = deal(name, spec, q, n, NO_END, PROCESSORS)
+    counts = deal(spec, q, n, NO_END, {name: PROCESSORS})[name]
     size = 64 if spec.latent else 128
     assert counts.rows == (counts.longest > 1)
     return counts.pairs * spec.num_heads / PROCESSORS / size**2, max(counts.longest, 1)

@@ -16,7 +16,6 @@ from polyattn.calls.ledger import Report as Report
 from polyattn.calls.memo import group_for as group_for
 from polyattn.calls.packed import PackedKeys as PackedKeys
 from polyattn.calls.packed import attend_packed as attend_packed
-from polyattn.calls.packed import attend_rows as attend_rows
 from polyattn.calls.packed import packed_gradients as packed_gradients
 from polyattn.calls.plans import CallOptions as CallOptions
 from polyattn.calls.plans import flash_window as flash_window

@@ -108,6 +108,26 @@ def test_it_is_what_the_host_s_lengths_give(name: str, monkeypatch: pytest.Monke
     assert torch.equal(k_cache, caches[0]) and torch.equal(v_cache, caches[1])
 
 
+def test_packed_queries_of_other_lengths_are_another_call() -> None:
+    """As many tokens in all, but not as many of each sequence."""
+    _, (q, *caches), extra = case(tokens=2)
+    packed = q.flatten(0, 1)
+    for lens in ([2, 2, 2, 2], [1, 3, 2, 2]):
+        starts = torch.tensor([0, *lens]).cumsum(0).int()
+        table = {"page_table": extra["block_table"], "cache_seqlens": extra["cache_seqlens"]}
+        found = flash_attn_3.flash_attn_with_kvcache(
+            packed, *caches, causal=True, cu_seqlens_q=starts, **table
+        )
+        each = [
+            flash_attn_3.flash_attn_with_kvcache(
+                rows[None], *caches, causal=True, page_table=table["page_table"][i : i + 1],
+                cache_seqlens=table["cache_seqlens"][i : i + 1],
+            )[0]
+            for i, rows in enumerate(packed.split(lens))
+        ]  # fmt: skip
+        torch.testing.assert_close(found, torch.cat(each), rtol=1e-5, atol=1e-5)
+
+
 def test_lengths_that_change_in_place_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replayed graph does: the same tensors with other numbers in them."""
     function, given, extra = case()

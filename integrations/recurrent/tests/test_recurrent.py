@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import PolyattnError
+from polyattn import LayerGroup, PolyattnError, StateCache
 from polyattn_recurrent import causal_conv1d, gated_delta_rule, mamba1, mamba2, mamba_state
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -290,6 +290,32 @@ def test_mamba_1() -> None:
 def delta_inputs(rows: int, count: int) -> list[Tensor]:
     q, k, v = rand(rows, count, 2, 8), rand(rows, count, 2, 8), rand(rows, count, 4, 6)
     return [q, k, v, -softplus(rand(rows, count, 4)), rand(rows, count, 4).sigmoid()]
+
+
+def test_a_scale_of_nothing_is_no_default() -> None:
+    with pytest.raises(PolyattnError, match="scale=0"):
+        gated_delta_rule.chunk_gated_delta_rule(*delta_inputs(1, 3), scale=0.0)
+
+
+@torch.no_grad()
+def test_a_sequence_without_tokens_ends_as_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel writes its state: what was in that memory before must not be it."""
+    allocate = LayerGroup.allocate_states
+
+    def used(group: LayerGroup, count: int) -> StateCache:
+        states = allocate(group, count)
+        states.data.fill_(torch.nan)
+        return states
+
+    monkeypatch.setattr(LayerGroup, "allocate_states", used)
+    q, k, v, g, beta = delta_inputs(1, 9)
+    for start in (None, rand(3, 4, 8, 6)):
+        _, after = gated_delta_rule.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=start, output_final_state=True,
+            cu_seqlens=torch.tensor([0, 4, 4, 9]),
+        )  # fmt: skip
+        assert after is not None and after.isfinite().all()
+        assert torch.equal(after[1], torch.zeros_like(after[1]) if start is None else start[1])
 
 
 @pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])

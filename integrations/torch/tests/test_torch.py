@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,6 +122,18 @@ def test_a_mask_is_read_again_after_it_changed() -> None:
             mask[:, :4] = False
             found = sdpa(*qkv, attn_mask=mask)
         close(found, sdpa(*qkv, attn_mask=mask))
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (1, 7, 9), (2, 1, 7, 9)], ids=str)
+@torch.no_grad()
+def test_a_mask_that_its_caller_drops_is_freed(shape: tuple[int, ...]) -> None:
+    mask = torch.ones(shape, dtype=torch.bool)
+    with SdpaMode():
+        sdpa(*tensors(4, 4, 7, 9), attn_mask=mask)
+    dropped = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert dropped() is None
 
 
 @torch.no_grad()

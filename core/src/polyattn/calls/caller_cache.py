@@ -150,7 +150,7 @@ def attend_cached(
 
     """
     if new is None and turns is None:
-        bound = _bound(query, cache, cache_seqlens, asked, alibi_slopes)
+        bound = _bound(query, query_lens, cache, cache_seqlens, asked, alibi_slopes)
         if bound is not None:
             assert isinstance(cache_seqlens, Tensor)
             return bound(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
@@ -190,6 +190,7 @@ def attend_cached(
 
 def _bound(
     query: Tensor,
+    query_lens: Sequence[int] | None,
     cache: CallerCache,
     lens: int | Tensor | None,
     asked: CallOptions,
@@ -201,6 +202,7 @@ def _bound(
         or cache.block_table is None
         or cache.rows is not None
         or cache.starts is not None
+        or (query_lens is not None and not (len(query_lens) == len(lens) and _alike(query_lens)))
         or (slopes is not None and slopes.dim() != 1)
     ):
         return None
@@ -260,6 +262,7 @@ def _pages_by_device(
         isinstance(lens, Tensor)
         and lens.device.type in BY_DEVICE
         and lens.dtype == torch.int32
+        and lens.is_contiguous()
         and cache.starts is None
         and (turns is None or turns.cos.shape[0] >= _room(cache))
         and (slopes is None or slopes.dim() == 1)

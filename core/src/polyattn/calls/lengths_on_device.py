@@ -73,7 +73,7 @@ def _kind(
 ) -> Any:  # fmt: skip
     return call_key(
         query, key, value, bind_pages, asked, sinks is None, alibi_slopes is None,
-        block_table.dtype, block_table.shape, lens.dtype, lens.shape,
+        block_table.dtype, block_table.shape, lens.dtype, lens.shape, lens.is_contiguous(),
     )  # fmt: skip
 
 

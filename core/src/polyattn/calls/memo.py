@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.api import select
+from polyattn.errors import BatchError
 from polyattn.registry.discovery import generation
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.workspaces import Workspaces
@@ -80,9 +81,10 @@ def group_for(
         device: where the tensors are.
         backend: the backend that must serve, by name; None: the selection decides.
         layout: of the caller's cache, `"NHD"` or `"HND"`; None: the selection decides.
-        fields: the fields of `LayerSpec`; `dtype` is torch's.
+        fields: the fields of `LayerSpec`; `dtype` is torch's, and a `scale` of None the default.
 
     Raises:
+        BatchError: the scale is 0.
         SpecError, SelectionError: as `select`.
 
     Examples:
@@ -142,7 +144,9 @@ def _for_layer(
     backend: str | None,
     **fields: Any,
 ) -> LayerGroup:
-    dtype = str(fields.pop("dtype")).removeprefix("torch.")
-    spec = LayerSpec(dtype=dtype, **fields)
+    dtype, scale = str(fields.pop("dtype")).removeprefix("torch."), fields.pop("scale", None)
+    if scale == 0:  # a spec's 0 is the default, which a call's None is
+        raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
+    spec = LayerSpec(dtype=dtype, scale=scale or 0.0, **fields)
     selection = select(spec, device, backend=backend, settings=settings)
     return LayerGroup(selection, workspaces=_workspaces.setdefault(place, Workspaces()))

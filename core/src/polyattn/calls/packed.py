@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.calls.bound import Lens, attend_whole, step_for
 from polyattn.calls.gradients import Recomputed, gradients
 from polyattn.calls.plans import CallOptions, group_for_call, run_plan
-from polyattn.calls.views import packed_rows, pages_of
+from polyattn.calls.views import pages_of
 from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.host_copies import stored
@@ -116,49 +116,6 @@ def attend_packed(
         lambda *tensors: run_plan(step, *tensors, alibi_slopes=alibi_slopes),
     )
     return out, lse
-
-
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: CallOptions,
-    *,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend for dense rows by `attend_packed`, with gradients.
-
-    Args:
-        query: (batch, seqlen, heads, size).
-        key: (batch, keys, KV heads, size).
-        value: alike, with the values' size.
-        asked: the options of the call.
-        alibi_slopes: float32 (heads,) or (batch, heads).
-
-    Returns:
-        The output (batch, queries, heads, v_size), and the LSE, float32 (batch, queries, heads), if the
-        options need it, else None.
-
-    Raises:
-        BatchError, SelectionError: as `attend_packed`.
-
-    Examples:
-        >>> from polyattn.host import CallOptions, attend_rows
-        >>> query = torch.randn(2, 5, 4, 64, requires_grad=True)
-        >>> out, _ = attend_rows(query, *torch.randn(2, 2, 5, 2, 64), CallOptions())
-        >>> out.sum().backward()
-        >>> query.grad.shape
-        torch.Size([2, 5, 4, 64])
-
-    """
-    rows, count = query.shape[:2]
-    # A gradient through views that overlap counts twice, so each row's keys are copied.
-    key_rows, value_rows = packed_rows(key, False), packed_rows(value, False)
-    keys = PackedKeys(key_rows, value_rows, [key.shape[1]] * rows)
-    out, lse = attend_packed(
-        query.flatten(0, 1), [count] * rows, keys, asked, alibi_slopes=alibi_slopes
-    )
-    return out.view(rows, count, *out.shape[1:]), None if lse is None else lse.view(rows, count, -1)
 
 
 def packed_gradients(

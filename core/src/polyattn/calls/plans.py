@@ -128,11 +128,9 @@ def _for_call(
             f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or "
             f"pass 8-bit queries with their scales to an Attention whose spec has qkv_dtype"
         )
-    if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
-        raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
     return group_for(
         device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
-        v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
+        v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale,
         sliding_window=asked.sliding_window, window_right=asked.window_right,
         logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
         sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -210,7 +211,7 @@ class LayerGroup:
             check_coupling(variant, self.spec)
         self.cache_format = selection.cache_format
         if cache_format is not None:
-            self.check_format(cache_format)
+            self.check_format(cache_format, how_they_lie=False)
             self.cache_format = cache_format
         self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
@@ -429,7 +430,16 @@ class LayerGroup:
         if self.cache_format is None:
             remedy = "allocate_states(n)" if self.spec.kind.is_recurrent else "pass cache=None"
             raise CacheError(f"{self.spec} keeps no keys and values; {remedy}")
-        return KVCache.allocate(self.cache_format, num_blocks, self.torch_device)
+        form = self.cache_format
+        if form.apart > 2 * form.block_size and not self._splits_blocks:
+            form = replace(form, apart=0)  # of a pool of several layers one layer's part is enough
+        return KVCache.allocate(form, num_blocks, self.torch_device)
+
+    @cached_property
+    def _splits_blocks(self) -> bool:
+        """Whether a kernel walks smaller blocks, whose numbers follow from how the cache's lie."""
+        form, walked = self.cache_format, dict(self.selection.decision.kernel_block_sizes)
+        return form is not None and any(size != form.block_size for size in walked.values())
 
     def allocate_states(self, num_slots: int) -> StateCache:
         """Return the uninitialised states of one recurrent layer on the group's device.
@@ -464,11 +474,12 @@ class LayerGroup:
                 "with group.allocate_cache(n)"
             )
 
-    def check_format(self, format: CacheFormat) -> None:
+    def check_format(self, format: CacheFormat, how_they_lie: bool = True) -> None:
         """Check that a cache has the form that the backends were chosen for.
 
         Args:
             format: the cache's form.
+            how_they_lie: whether blocks must lie as far apart, if a kernel walks smaller ones.
 
         Raises:
             CacheError: it has another form, or the layer keeps no cache.
@@ -489,12 +500,11 @@ class LayerGroup:
                     f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
                     "group.allocate_cache(n)"
                 )
-        walked = set(dict(self.selection.decision.kernel_block_sizes).values())
-        if format.interleaved != wanted.interleaved and walked - {wanted.block_size}:
+        if how_they_lie and format.apart != wanted.apart and self._splits_blocks:
             raise CacheError(
-                "this cache interleaves K and V and the group's doesn't (or the reverse), and a "
-                "kernel walks smaller blocks; use LayerGroup(selection, "
-                "cache_format=cache.format)"
+                f"this cache's blocks lie {format.block_stride} tokens apart, the group's "
+                f"{wanted.block_stride}, and a kernel walks smaller blocks; use "
+                "LayerGroup(selection, cache_format=cache.format)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:

@@ -54,8 +54,7 @@ def check_calls(step: Any) -> None:
         spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE
     ):  # whose keys are chosen by each token
         return
-    size = None if form is None else form.block_size
-    problem = unevenly_called(step.batch, step.ops, size, spec.chunk_size)
+    problem = unevenly_called(step.batch, step.ops, form, spec.chunk_size)
     if problem:
         raise PluginError(
             f"a step was taken apart wrongly, and its answer would be wrong: {'; '.join(problem)} "

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from polyattn.runtime.merge import Merged
 from polyattn.runtime.program import Call, Op, Rows
 from polyattn.runtime.step.batch import Batch
+from polyattn.selection.cache_format import CacheFormat
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -46,12 +47,12 @@ def with_host_table(batch: Batch) -> Batch:
 
 
 def unevenly_called(
-    batch: Batch, ops: Iterable[Op], block_size: int | None, chunk: int | None = None
+    batch: Batch, ops: Iterable[Op], form: CacheFormat | None, chunk: int | None = None
 ) -> list[str]:
     """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
 
-    `block_size`: of the batch's block table; `chunk`: the layer's. Steps with a mask of their own aren't
-    told of.
+    `form`: of the cache that the batch's block table is of; `chunk`: the layer's. Steps with a mask of
+    their own aren't told of.
     """
     if batch.lens_are_bounds or batch.mask is not None:
         return []
@@ -60,7 +61,7 @@ def unevenly_called(
     problems: list[str] = []
     for op in ops:
         for rows, call, slots in _calls(op, np.arange(batch.num_tokens)):
-            step = _Step(batch, block_size, call, slots)
+            step = _Step(batch, form, call, slots)
             step.add(portions, rows, problems)
     if problems:
         return problems[:5]
@@ -92,8 +93,9 @@ def _calls(op: Op, rows: Ints) -> Iterator[tuple[Ints, Call, Any]]:
 class _Step:
     """A call beside the step that it is of."""
 
-    def __init__(self, batch: Batch, block_size: int | None, call: Call, slots: Any):
-        self.batch, self.size, self.call = batch, block_size, call
+    def __init__(self, batch: Batch, form: CacheFormat | None, call: Call, slots: Any):
+        self.batch, self.call = batch, call
+        self.size, self.apart = (0, 0) if form is None else (form.block_size, form.block_stride)
         self.part = with_host_table(call.plan.batch)
         self.slots = None if slots is None else slots.cpu().numpy()
         self.starts = np.asarray(batch.host_starts)
@@ -176,16 +178,12 @@ class _Step:
             return [0]
         turned = theirs[index, column] - column % ratio
         blocks = table[seq, place[:: self.size] // self.size]
-
-        def same(held: Any, theirs: Any) -> Any:
-            # Where K's and V's blocks lie in turn, the next is twice as far.
-            return (theirs == held * ratio) | (theirs == 2 * held * ratio)
-
+        step = self.apart // size if self.call.block_size else 1
         last = len(blocks) - column[-1] // ratio
         return [
             int(at) * self.size
-            for at in np.flatnonzero(same(blocks[:last], turned[0]))
-            if same(blocks[at + column // ratio], turned).all()
+            for at in np.flatnonzero(blocks[:last] * step == turned[0])
+            if (blocks[at + column // ratio] * step == turned).all()
         ]
 
 

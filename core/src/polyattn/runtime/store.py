@@ -212,7 +212,7 @@ def put_rows(
     """Store rows that were checked, as `store_rows`. Raises `CacheError`."""
     if not seen:
         group.check_cache(cache)
-    group.store.run(group.store.plan(slots.long()), key, value, cache, params)
+    group.store.run(group.store.plan(slots.long().contiguous()), key, value, cache, params)
 
 
 def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:

@@ -28,8 +28,9 @@ class CacheFormat:
             `"contiguous"`: a block is a whole sequence of at most `block_size` tokens, and the storage
             is (sequences, 2, heads, block_size, size).
         value_in_key: of an MLA latent, whose first `v_head_size` elements are its value.
-        interleaved: blocks of keys and values alternate in one storage, so that a key's block i and
-            block i + 1 are two blocks apart.
+        apart: tokens from one block's first to the next block's first, in memory, if that isn't
+            `block_size`, else 0. Twice that if blocks of keys and values alternate in one storage, more
+            in a pool of several layers.
 
     Raises:
         CacheError: a value isn't one of a cache.
@@ -48,13 +49,16 @@ class CacheFormat:
     dtype: str
     layout: str = "NHD"
     value_in_key: bool = False
-    interleaved: bool = False
+    apart: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size"):
             integer(f"CacheFormat.{name}", getattr(self, name), 1, error=CacheError)
-        for name in ("value_in_key", "interleaved"):
-            flag(f"CacheFormat.{name}", getattr(self, name), CacheError)
+        flag("CacheFormat.value_in_key", self.value_in_key, CacheError)
+        if self.apart != 0:
+            integer("CacheFormat.apart", self.apart, self.block_size, error=CacheError)
+        if self.apart == self.block_size:  # so that equal formats are equal
+            object.__setattr__(self, "apart", 0)
         if not isinstance(self.dtype, str):
             raise CacheError(
                 f"CacheFormat.dtype={self.dtype!r} must be a dtype's or a format's name"
@@ -68,6 +72,11 @@ class CacheFormat:
             raise CacheError(
                 f"CacheFormat.layout={self.layout!r} is unknown{nearest(str(self.layout), LAYOUTS)}"
             )
+
+    @property
+    def block_stride(self) -> int:
+        """Tokens from one block's first to the next block's first."""
+        return self.apart or self.block_size
 
     @property
     def item_bytes(self) -> int:
@@ -103,7 +112,7 @@ class CacheFormat:
             size: the kernel's block size, in tokens, which divides this one.
 
         """
-        return self if size == self.block_size else replace(self, block_size=size)
+        return self if size == self.block_size else replace(self, block_size=size, apart=0)
 
 
 def format_of(spec: LayerSpec, device: Device, layout: str, block_size: int) -> CacheFormat:

@@ -14,6 +14,7 @@ latents and of short chunks, that decides, and each library cuts in its own way:
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -54,48 +55,92 @@ def deals_of(spec: LayerSpec, kind: str) -> tuple[str, ...]:
     return ("cut", "heads") if kind == "chunked" else ()
 
 
+class Tiles(NamedTuple):
+    """A step's tiles of rows of (token, head), all of one size.
+
+    `each`: a row's tiles for one KV head, `keys` and `blocks`: what these go through on the average.
+    `most` and `longest`: the most tiles and blocks of a row. `number`, `total`: tiles and blocks in all.
+    """
+
+    heads: int
+    each: Ints
+    keys: Ints
+    blocks: Ints
+    most: int
+    longest: int
+    number: int
+    total: int
+
+
 def deal(
-    name: str, spec: LayerSpec, queries: Ints, lens: Ints, seen: int, processors: int
-) -> Counts:
-    """Deal a step's keys out, in the way of this name. `seen`: keys that a token sees at most."""
-    if name == "padded":
-        queries = np.full_like(queries, queries.max())
-    tokens = int(queries.sum())
-    group, heads = (1, spec.num_heads) if name == "heads" else (spec.gqa_ratio, spec.num_kv_heads)
-    high = NARROW if spec.head_size <= LATENTS else WIDE
-    if spec.latent is not None:  # absorbed: every head has the same keys
-        group, heads, high = spec.num_heads, 1, LATENTS
-    block = min(high, WIDE)
-    if name == "pages" and tokens * group > high * len(queries):
-        high, processors = 2 * high, processors // 2  # two processors share a tile
-    tiles = -(-queries * group // high)
-    keys = lens - (queries - 1) // 2 if spec.causal else lens  # of a row's tiles on the average
+    spec: LayerSpec, queries: Ints, lens: Ints, seen: int, ways: Mapping[str, int]
+) -> dict[str, Counts]:
+    """Deal a step's keys out in each way, by its name.
+
+    `seen`: keys that a token sees at most. `ways`: to how many processors, by the name.
+    """
+    rows, tokens, longest = len(queries), int(queries.sum()), int(queries.max())
+    known: dict[tuple[int, int, bool], Tiles] = {}
+    counts = {}
+    for name, processors in ways.items():
+        group, high = spec.gqa_ratio, NARROW if spec.head_size <= LATENTS else WIDE
+        if spec.latent is not None:  # absorbed: every head has the same keys
+            group, high = spec.num_heads, LATENTS
+        elif name == "heads":
+            group = 1
+        block = min(high, WIDE)
+        if name == "pages" and tokens * group > high * rows:
+            high, processors = 2 * high, processors // 2  # two processors share a tile
+        padded = name == "padded" and tokens < longest * rows
+        if (group, high, padded) not in known:
+            q = np.full_like(queries, longest) if padded else queries
+            known[group, high, padded] = _tiles(spec, q, lens, seen, group, high, block)
+        tiles = known[group, high, padded]
+        span, parts = _busiest(name, tiles, rows, processors)
+        pairs = int(span * processors * high * block) // spec.num_heads
+        of_all = longest * rows if padded else tokens
+        counts[name] = Counts(int(parts > 1), of_all, parts if parts > 1 else 0, pairs)
+    return counts
+
+
+def _tiles(
+    spec: LayerSpec, queries: Ints, lens: Ints, seen: int, group: int, high: int, block: int
+) -> Tiles:
+    each = (queries * group + high - 1) // high
+    keys = lens - (queries - 1 >> 1) if spec.causal else lens
     if seen < sys.maxsize:
         keys = np.minimum(keys, seen + np.minimum(queries, high // group))
-    blocks = -(-keys // block)
-    longest, most = int(blocks.max()), int(tiles.max())
-    count, total, lanes = int(tiles.sum()) * heads, int(tiles @ blocks) * heads, most * heads
+    blocks = (keys + block - 1) // block
+    heads = 1 if spec.latent is not None else spec.num_heads // group
+    most, longest = int(each.max()), int(blocks.max())
+    count, total = int(each.sum()) * heads, int(each @ blocks) * heads
+    return Tiles(heads, each, keys, blocks, most, longest, count, total)
+
+
+def _busiest(name: str, tiles: Tiles, rows: int, processors: int) -> tuple[float, int]:
+    """Return the blocks of the fullest processor, and the parts that the longest row is cut into."""
+    heads, each, keys, blocks, most, longest, count, total = tiles
+    lanes = most * heads
     if name in ("even", "padded"):
         # Tiles of rows that have as many each lie side by side.
-        alike = lanes <= processors and count == lanes * len(queries)
+        alike = lanes <= processors and count == lanes * rows
         mean = (total + BEGIN * count) / (processors - processors % lanes * alike)
         share = max(int(-(-mean // 1)), LEAST)
-        whole = longest + BEGIN <= max(SLACK * mean + 1, share)  # tiles end about together
-        span: float = max(longest + BEGIN, share) if whole else share
-        parts = 1 if whole else -(-(longest + BEGIN) // share)
+        if longest + BEGIN <= max(SLACK * mean + 1, share):  # tiles end about together
+            return max(longest + BEGIN, share), 1
+        return share, -(-(longest + BEGIN) // share)
+    if name == "pages":
+        mean = -(-int(each @ keys) // processors)
+        share = 4 * -(-mean // 256) if mean > LATENTS else 1 + (mean > 16) + (mean > 32)
+    elif name == "heads" or lanes >= FULL * processors or longest <= UNCUT:
+        share = longest
     else:
-        if name == "pages":
-            mean = -(-int(tiles @ keys) // processors)
-            share = 4 * -(-mean // 256) if mean > LATENTS else 1 + (mean > 16) + (mean > 32)
-        elif name == "heads" or lanes >= FULL * processors or longest <= UNCUT:
-            share = longest
-        else:
-            share = int(-(-total * SLACK // processors))
-        parts = -(-longest // share)
-        if parts > 1:
-            count = int(tiles @ -(-blocks // share)) * heads
-        span = largest = min(share, longest) + BEGIN
-        if count > processors:  # on the average half of one is waited for
-            span = max(largest, (total + BEGIN * count) / processors + largest / 2)
-    pairs = int(span * processors * high * block) // spec.num_heads
-    return Counts(int(parts > 1), tokens, parts if parts > 1 else 0, pairs)
+        share = int(-(-total * SLACK // processors))
+    parts = -(-longest // share)
+    if parts > 1:
+        count = int(each @ ((blocks + share - 1) // share)) * heads
+    largest = min(share, longest) + BEGIN
+    if count <= processors:
+        return largest, parts
+    # On the average half of one is waited for.
+    return max(largest, (total + BEGIN * count) / processors + largest / 2), parts

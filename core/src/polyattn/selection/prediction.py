@@ -123,11 +123,8 @@ def _dealt(
     """Add the shapes that ways of dealing keys out make of a step."""
     if not shape.keys:
         return shape._replace(dealt=dict.fromkeys(deals, shape))
-    shapes = {}
-    for name, processors in deals.items():
-        counts = deal(name, spec, queries, lens, _seen(spec, 0), processors)
-        shapes[name] = shape._replace(**counts._asdict())
-    return shape._replace(dealt=shapes)
+    counts = deal(spec, queries, lens, _seen(spec, 0), deals)
+    return shape._replace(dealt={n: shape._replace(**c._asdict()) for n, c in counts.items()})
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:

@@ -17,7 +17,6 @@ from polyattn.host import (
     attend_cached,
     attend_dense,
     attend_packed,
-    attend_rows,
     flash_window,
     lens_between,
 )
@@ -68,8 +67,13 @@ def dense(
     if not training and (slopes is None or slopes.dim() == 1):
         out, lse = attend_dense(query, key, value, options, alibi_slopes=slopes)
         return out, None if lse is None else lse.transpose(1, 2)
-    out, lse = attend_rows(query, key, value, options, alibi_slopes=slopes)
-    return out, None if lse is None else lse.transpose(1, 2)
+    rows, count = query.shape[:2]
+    keys = PackedKeys(key.flatten(0, 1), value.flatten(0, 1), [key.shape[1]] * rows)
+    out, lse = attend_packed(
+        query.flatten(0, 1), [count] * rows, keys, options, alibi_slopes=slopes
+    )
+    out = out.unflatten(0, (rows, count))
+    return out, None if lse is None else lse.unflatten(0, (rows, count)).transpose(1, 2)
 
 
 def varlen(

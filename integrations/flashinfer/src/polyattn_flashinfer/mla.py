@@ -125,7 +125,7 @@ def _layer(
 ) -> LatentAttention:  # fmt: skip
     group = group_for(
         device, kind="mla", num_heads=heads, head_size=size, v_head_size=rank, dtype=dtype,
-        latent=LatentSpec(rank=rank, rope_head_size=size - rank), scale=scale or 0.0,
+        latent=LatentSpec(rank=rank, rope_head_size=size - rank), scale=scale,
         block_size=page, needs_lse=needs_lse,
     )  # fmt: skip
     return _layer_of(group)

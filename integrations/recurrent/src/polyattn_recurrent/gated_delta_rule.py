@@ -109,7 +109,7 @@ def _run(
     flat = [t.flatten(0, 1) for t in (q.to(wide), k.to(wide), v.to(wide), g.float(), beta.float())]
     out, after = recurrence(
         flat, {}, _lens(q, cumulative), state, kind=AttentionKind.GDN, num_heads=v.shape[2],
-        num_kv_heads=q.shape[2], head_size=q.shape[3], v_head_size=v.shape[3], scale=scale or 0.0,
+        num_kv_heads=q.shape[2], head_size=q.shape[3], v_head_size=v.shape[3], scale=scale,
         recurrent=RecurrentSpec(qk_norm=norm),
     )  # fmt: skip
     after = after.mT if v_first else after

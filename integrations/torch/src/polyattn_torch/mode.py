@@ -117,9 +117,11 @@ def _four_sizes(mask: Tensor, leading: int, keys: int) -> Tensor:
         return known[1]  # type: ignore[no-any-return]
     if mask.dim() < 2:
         raise Unserved(f"a mask of shape {tuple(mask.shape)}")
-    view = mask
+    view = (
+        mask.detach()
+    )  # the mask itself, or a view of it, would be a circle that nothing collects
     if mask.dim() == 3:  # of (batch, seqlen, size) tensors the rows, else the heads
-        view = mask[:, None] if leading == 1 else mask[None]
+        view = view[:, None] if leading == 1 else view[None]
     view = view[(None,) * (4 - view.dim())]
     view = view.expand(*view.shape[:3], keys)
     mask._polyattn_view = ((leading, keys), view)  # type: ignore[attr-defined]

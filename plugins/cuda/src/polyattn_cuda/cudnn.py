@@ -17,25 +17,23 @@ from polyattn.kernel import (
     Frame,
     Plan,
     blank,
-    empty_rows,
     merge_states,
 )
 from torch import Tensor
 
-from polyattn_cuda.paging import PackedKeys
+from polyattn_cuda.paging import PackedPlan
 
 
-class CudnnPlan(Plan):
-    """Where the keys are, which tokens see none, and `runs` of neighbours of equal lengths.
+class CudnnPlan(PackedPlan):
+    """And `runs` of neighbours of equal lengths.
 
     Each is (first sequence, how many, query tokens, keys); those that see nothing are in none.
     """
 
-    __slots__ = ("empty", "keys", "runs")
+    __slots__ = ("runs",)
 
     def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
-        super().__init__(batch)
-        self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)
+        super().__init__(batch, cache, causal)
         lengths = list(zip(batch.query_lens, batch.lens, strict=True))
         self.runs: list[tuple[int, int, int, int]] = []
         first = 0

@@ -18,22 +18,11 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     blank,
-    empty_rows,
     store_lse,
     window_sizes,
 )
 
-from polyattn_cuda.paging import PackedKeys
-
-
-class Flash4Plan(Plan):
-    """Where the keys are, and which tokens see none."""
-
-    __slots__ = ("empty", "keys")
-
-    def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
-        super().__init__(batch)
-        self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)
+from polyattn_cuda.paging import PackedPlan
 
 
 class FlashAttention4(AttentionBackend):
@@ -49,10 +38,10 @@ class FlashAttention4(AttentionBackend):
         left, right = window_sizes(spec)
         self.window = (None, None) if left < 0 else (left, right)  # causal has a flag of its own
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash4Plan:
-        return Flash4Plan(batch, self.cache, self.spec_of(batch).causal)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> PackedPlan:
+        return PackedPlan(batch, self.cache, self.spec_of(batch).causal)
 
-    def run(self, plan: Flash4Plan, frame: Frame) -> None:
+    def run(self, plan: PackedPlan, frame: Frame) -> None:
         key, value, lse = frame.key, frame.value, frame.lse
         batch = plan.batch
         if not batch.num_tokens:

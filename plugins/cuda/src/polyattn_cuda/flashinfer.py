@@ -31,7 +31,7 @@ from torch import Tensor
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, raising
 from polyattn_cuda.outputs import contiguous_after, quantized_after
-from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
+from polyattn_cuda.paging import PackedKeys, page_lists
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
@@ -176,14 +176,7 @@ class FlashInferAttention(AttentionBackend):
         """Plan decodes; where graphs are captured, in buffers of the wrapper's own."""
         spec, batch, cache = self.spec, plan.batch, self.cache
         assert cache is not None
-        if reuse is not None:
-            assert isinstance(reuse, FlashInferPlan)
-            plan.lease = reuse.lease
-        elif spec.graph_capture:
-            kind = ("decode", batch.num_seqs)
-            plan.lease = self.pool.lease(plan, kind, max(1, num_pages(batch, cache.block_size)))
-        else:
-            plan.lease = self.pool.lease(plan, "decode")
+        plan.lease = self.pool.lease_of_step(plan, reuse, spec, cache)
         indptr, indices, last = page_lists(batch, cache.block_size, plan.lease.room)
         plan.lease.plan(
             indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size,

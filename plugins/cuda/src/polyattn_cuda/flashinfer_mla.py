@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool, raising
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
-from polyattn_cuda.paging import num_pages, page_lists
+from polyattn_cuda.paging import page_lists
 
 
 class WrapperPlan(LatentPlan):
@@ -49,7 +49,7 @@ class FlashInferMLA(LatentAdapter):
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         buffer = self.workspaces.scratch(self.torch_device, WORKSPACE_BYTES)
-        if kind == "eager":
+        if kind == "decode":
             return BatchMLAPagedAttentionWrapper(buffer, backend="auto")
         count = kind[1]
 
@@ -69,14 +69,7 @@ class FlashInferMLA(LatentAdapter):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> WrapperPlan:
         spec, cache, plan = self.spec, self.cache, WrapperPlan(batch, reuse)
         assert cache is not None
-        if reuse is not None:
-            assert isinstance(reuse, WrapperPlan)
-            plan.lease = reuse.lease
-        elif spec.graph_capture:
-            kind = ("captured", batch.num_seqs)
-            plan.lease = self.pool.lease(plan, kind, max(1, num_pages(batch, cache.block_size)))
-        else:
-            plan.lease = self.pool.lease(plan, "eager")
+        plan.lease = self.pool.lease_of_step(plan, reuse, spec, cache)
         indptr, indices, _ = page_lists(batch, cache.block_size, plan.lease.room)
         dtype = STORAGE_DTYPES[spec.dtype]
         stored = torch.float8_e4m3fn if cache.item_bytes == 1 else dtype

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from polyattn.kernel import Plan
+from polyattn.kernel import CacheFormat, LayerSpec, Plan
 
-from polyattn_cuda.paging import Room
+from polyattn_cuda.paging import Room, num_pages
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
@@ -74,6 +74,22 @@ class WrapperPool:
             free = Lease(self.make(kind, capacity), capacity, self.device)
         weakref.finalize(owner, self.give_back, kind, free).atexit = False
         return free
+
+    def lease_of_step(
+        self, plan: Any, reuse: Any, spec: LayerSpec, cache: CacheFormat | None
+    ) -> Lease:
+        """Return the wrapper of a step of decodes: the captured plan's `reuse`, or one of its own.
+
+        A captured step's has buffers for its sequences and their pages.
+        """
+        if reuse is not None:
+            lease: Lease = reuse.lease
+            return lease
+        if not spec.graph_capture:
+            return self.lease(plan, "decode")
+        assert cache is not None
+        pages = num_pages(plan.batch, cache.block_size)
+        return self.lease(plan, ("decode", plan.batch.num_seqs), max(1, pages))
 
     def give_back(self, kind: Any, lease: Lease) -> None:
         """Keep a wrapper for the next plan; of too many idle ones the oldest goes."""

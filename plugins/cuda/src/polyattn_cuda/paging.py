@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from polyattn.kernel import Batch, BatchError, CacheFormat, KVCache, upload
+from polyattn.kernel import Batch, BatchError, CacheFormat, KVCache, Plan, empty_rows, upload
 from torch import Tensor
 
 
@@ -122,3 +122,13 @@ class PackedKeys:
         row, position = ragged(np.asarray(self.batch.lens, dtype=np.int64))
         at = upload(np.stack([row, position]), self.batch.device)
         return self.batch.block_table[at[0], at[1] // size].long() * size + at[1] % size
+
+
+class PackedPlan(Plan):
+    """A step over packed keys: where they are, and which tokens see none."""
+
+    __slots__ = ("empty", "keys")
+
+    def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
+        super().__init__(batch)
+        self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)

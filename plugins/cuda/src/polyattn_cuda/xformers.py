@@ -20,27 +20,27 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     blank,
-    empty_rows,
     upload,
 )
 from torch import Tensor
 
-from polyattn_cuda.paging import PackedKeys, ragged
+from polyattn_cuda.paging import PackedPlan, ragged
 
 
-class XFormersPlan(Plan):
-    """The mask, where the keys are, and which tokens take part.
+class XFormersPlan(PackedPlan):
+    """The mask, and which tokens take part.
 
     `rows` (2, tokens that take part): the LSE comes as (sequences, heads, queries), and this is where
     each packed row is found in it.
     """
 
-    __slots__ = ("empty", "keys", "mask", "rows")
+    __slots__ = ("mask", "rows")
 
-    def __init__(self, batch: Batch, cache: CacheFormat | None, mask: Any, queries: list[int]):
-        super().__init__(batch)
-        self.mask, self.keys = mask, PackedKeys(batch, cache)
-        self.empty: Tensor | None = None
+    def __init__(
+        self, batch: Batch, cache: CacheFormat | None, causal: bool, mask: Any, queries: list[int]
+    ):
+        super().__init__(batch, cache, causal)
+        self.mask = mask
         row, column = ragged(np.asarray(queries, dtype=np.int64))
         self.rows = upload(np.stack([row, column]), batch.device)
 
@@ -63,9 +63,7 @@ class XFormersAttention(AttentionBackend):
         lengths = zip(batch.query_lens, batch.lens, strict=True)
         queries = [min(q, n) if causal else q if n else 0 for q, n in lengths]
         mask = self._mask(queries, batch.lens, causal, batch.device)
-        plan = XFormersPlan(batch, self.cache, mask, queries)
-        plan.empty = empty_rows(batch, causal)
-        return plan
+        return XFormersPlan(batch, self.cache, causal, mask, queries)
 
     def _mask(self, queries: list[int], lens: list[int], causal: bool, device: torch.device) -> Any:
         masks = self.fmha.attn_bias

@@ -157,7 +157,7 @@ class SmallerPages(KVCache):
     """A view of `whole` as pages of one head and `size` tokens, for reading."""
 
     def __init__(self, whole: KVCache, size: int):
-        form = replace(whole.format, block_size=size, num_kv_heads=1)
+        form = replace(whole.format, block_size=size, num_kv_heads=1, apart=0)
         pairs = zip((whole.key, whole.value), form.widths, strict=True)
         key, value = (_logical(root(view), width, (-1, 1, size)) for view, width in pairs)
         super().__init__(key, value, form)
@@ -166,8 +166,8 @@ class SmallerPages(KVCache):
 
 def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
     """Return a cache in JAX: pages in the chip's layout, and logical views of them."""
-    if form.interleaved:
-        raise BatchError("a cache in JAX keeps K and V apart; leave interleaved out")
+    if form.apart:
+        raise BatchError("a cache in JAX keeps K's and V's blocks in two arrays; leave apart out")
     environment = torchax().default_env()
     shape = (num_blocks, form.num_kv_heads, form.block_size)
     sizes = form.widths[:1] if form.value_in_key else form.widths

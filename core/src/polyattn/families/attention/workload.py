@@ -164,7 +164,7 @@ class AttentionWorkload(AttendingWorkload):
         table, num_blocks = self.table(form, like, self.spare, self.first_block)
         for run in (run for level in shared for run in level):
             _share(run, table, (self.keys, self.values), lens, form.block_size)
-        own = replace(form, interleaved=self.packed)
+        own = replace(form, apart=(1 + self.packed) * form.block_size)
         cache, slots = self.fresh(own, table, num_blocks)
         self.cache = cache
         if spec.role is Role.CROSS:

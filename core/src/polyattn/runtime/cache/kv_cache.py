@@ -140,9 +140,12 @@ class KVCache:
             if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't be contiguous: K and V differ in size")
             return cls.contiguous(empty(n, 2, h, b, of_key), form)
-        if form.interleaved:
-            if of_key != of_value or form.value_in_key:
-                raise CacheError(f"{form} can't interleave K and V of different sizes")
+        if form.apart:
+            if of_key != of_value or form.value_in_key or form.apart != 2 * b:
+                raise CacheError(
+                    f"{form}: only blocks of K and V of one size can alternate, {2 * b} tokens apart; "
+                    "leave apart out, or bring the cache that it is of"
+                )
             order = (b, h) if form.layout == "NHD" else (h, b)
             return cls.packed(empty(n, 2, *order, of_key), form.layout, form)
         sizes = (of_key,) if form.value_in_key else (of_key, of_value)
@@ -158,7 +161,7 @@ class KVCache:
         """Wrap tensors whose strides say their layout; `form` is kept where they are rows of bytes."""
         if form is None or form.rows is None:
             return cls(key, value)
-        return cls(key, value, replace(form, layout=_layout(key)))
+        return cls(key, value, replace(form, layout=_layout(key), apart=_apart(key)))
 
     @classmethod
     def packed(
@@ -187,7 +190,6 @@ class KVCache:
             raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
-        form = None if form is None else replace(form, interleaved=True)
         return cls._of_rows(storage[:, 0], storage[:, 1], form)
 
     @classmethod
@@ -256,7 +258,7 @@ class KVCache:
 
         """
         cache = cls.packed(storage, "HND", form)
-        form = replace(cache.format, layout="contiguous", interleaved=False)
+        form = replace(cache.format, layout="contiguous", apart=0)
         return cls(cache.key, cache.value, form)
 
     def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
@@ -319,9 +321,6 @@ class KVCache:
     @cached_property
     def format(self) -> CacheFormat:
         """The form of this cache."""
-        by_block, by_token, by_head, _ = self.key.stride()
-        # NHD's blocks end with a token, HND's with a head.
-        extent = max(self.block_size * by_token, self.key.shape[2] * by_head)
         return CacheFormat(
             block_size=self.block_size,
             num_kv_heads=self.key.shape[2],
@@ -330,7 +329,7 @@ class KVCache:
             dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
             layout=self.layout,
             value_in_key=self.value_in_key,
-            interleaved=by_block == 2 * extent,
+            apart=_apart(self.key),
         )
 
     @cached_property
@@ -373,7 +372,9 @@ class KVCache:
                     f"key and value blocks of {self.block_size} can't both be walked in blocks of "
                     f"{size}: their strides differ ({self.key.stride()}, {self.value.stride()})"
                 )
-            form = replace(self.format, block_size=size) if self.key.dtype == torch.uint8 else None
+            form = None
+            if self.key.dtype == torch.uint8:
+                form = replace(self.format, block_size=size, apart=0)
             view = self._blocks[size] = (KVCache(key, value, form), step)
         return view
 
@@ -405,9 +406,7 @@ class KVCache:
                     f"{self.value.stride()}), so "
                     f"that one table can't name the pages of both; allocate the cache in one layout"
                 )
-            form = replace(
-                self.format, block_size=size, num_kv_heads=heads, layout="NHD", interleaved=False
-            )
+            form = replace(self.format, block_size=size, num_kv_heads=heads, layout="NHD", apart=0)
             view = self._pages[size, heads] = (KVCache(key, value, form), steps)
         return view
 
@@ -423,6 +422,15 @@ ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
 def _layout(key: Tensor) -> str:
     token, head = key.stride(1), key.stride(2)
     return "NHD" if token >= head or key.shape[2] == 1 else "HND"
+
+
+def _apart(key: Tensor) -> int:
+    """Return how many tokens, at least a block's, lie from one block's first to the next one's."""
+    _, block, heads, _ = key.shape
+    by_block, by_token, by_head, _ = key.stride()
+    # NHD's blocks end with a token, HND's with a head.
+    extent = max(block * by_token, heads * by_head, 1)
+    return max(by_block * block // extent, block)
 
 
 def quantize(

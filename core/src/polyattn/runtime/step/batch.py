@@ -148,9 +148,9 @@ class Batch:
             check_forest(shared_prefix, self.lens)
         self.shared_prefix = shared_prefix
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
-            self.query_start_loc = query_start_loc.to(self.device)
+            self.query_start_loc = query_start_loc.to(self.device).contiguous()
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
-            self.seq_lens = seq_lens.to(self.device)
+            self.seq_lens = seq_lens.to(self.device).contiguous()
 
     @classmethod
     def from_lens(
@@ -238,15 +238,22 @@ class Batch:
             exact: no graph reads the buffers, which hold `starts` and `lens`.
 
         Raises:
-            BatchError: `slot_mapping` isn't int64, so it would be copied.
+            BatchError: `slot_mapping` isn't int64, or a buffer isn't contiguous, so it would be copied.
 
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
         if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
             raise BatchError(
-                f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
+                f"slot_mapping is {slot_mapping.dtype} with stride {slot_mapping.stride(0)}: what a "
+                "captured graph reads is int64 and contiguous, in place"
             )
+        for name, buffer in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens)):
+            if not buffer.is_contiguous():
+                raise BatchError(
+                    f"{name} has stride {buffer.stride(0)}: what a captured graph reads is contiguous, "
+                    "in place"
+                )
         batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
         batch.lens_are_bounds = not exact
         return batch
@@ -642,7 +649,10 @@ def upload(
 
 
 def _check_tensors(batch: Batch) -> None:
-    """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
+    """Check the tensors' dtypes, shapes and devices, and put numbers that lie apart side by side.
+
+    Raises `BatchError`.
+    """
     many = getattr(batch.state_targets, "ndim", 1) == 2
     for name, tensor, dtype, shape in (
         ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
@@ -674,6 +684,8 @@ def _check_tensors(batch: Batch) -> None:
             )
         if not same_device(tensor.device, batch.device):
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+        if name != "block_table" and not tensor.is_contiguous():
+            setattr(batch, name, tensor.contiguous())  # kernels go by address from the first one on
     _check_shape_of_positions(batch)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.runtime.inputs import check_is_tensor
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.integers import integers
+from polyattn.runtime.step.integers import LARGEST, integers
 
 
 def beam_batch(
@@ -25,6 +25,7 @@ def beam_batch(
     block_table: Tensor,
     cache_indirection: Tensor,
     block_size: int,
+    step: int | None = None,
 ) -> Batch:
     """Return a step of one new token for each beam, over blocks of one token.
 
@@ -39,6 +40,8 @@ def beam_batch(
             token a beam sees. Of the new token it is the beam itself, whatever is passed; entries past
             a length are never read.
         block_size: tokens in a block of `block_table`.
+        step: single tokens from one block to the next, as `cache.in_blocks_of(1)` returns it; default:
+            `block_size`, which it is where keys' blocks lie side by side in layout NHD.
 
     Returns:
         A batch over `cache.in_blocks_of(1)[0]`, of a group whose `block_size` is 1.
@@ -56,19 +59,25 @@ def beam_batch(
     """
     lens = integers("seq_lens", seq_lens)
     _check(lens, block_table, cache_indirection, block_size)
+    step = block_size if step is None else step
+    if type(step) is not int or step < block_size:
+        raise BatchError(f"step={step!r} must be an integer, the block size, {block_size}, or more")
     num_seqs, beams, _ = block_table.shape
     table, indirection = (
         t.cpu().numpy().astype(np.int64) for t in (block_table, cache_indirection)
     )
+    if table.max(initial=0) * step + block_size > LARGEST:
+        raise BatchError(
+            f"block_table names block {table.max()}, whose tokens in steps of {step} no int32 names; use "
+            "lower blocks"
+        )
     rows = np.zeros((num_seqs, beams, max(lens, default=0)), np.int32)
     own = np.arange(beams)[:, None]
     for index, length in enumerate(lens):
         at = np.arange(length)
         wrote = np.concatenate([indirection[index, :, : length - 1], own], axis=1)
         _check_beams(index, wrote, beams)
-        rows[index, :, :length] = (
-            table[index][wrote, at // block_size] * block_size + at % block_size
-        )
+        rows[index, :, :length] = table[index][wrote, at // block_size] * step + at % block_size
     flat = rows.reshape(num_seqs * beams, -1)
     entries = torch.from_numpy(flat).to(block_table.device)
     each = [length for length in lens for _ in range(beams)]

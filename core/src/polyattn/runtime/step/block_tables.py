@@ -28,8 +28,7 @@ def with_a_column(batch: Batch) -> Batch:
 def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = None) -> Batch:
     """Return the batch with a block table of blocks of `size` tokens.
 
-    `into` is an earlier such table, filled anew where a captured graph reads it. Where K's and V's
-    blocks lie in turn, K's next block is twice as far.
+    `into` is an earlier such table, filled anew where a captured graph reads it.
     """
     ratio = cache.block_size // size
     if ratio == 1 or batch.block_table is None:
@@ -37,7 +36,7 @@ def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = No
     table = batch.block_table
     if into is None:
         into = table.new_empty(table.shape[0], table.shape[1] * ratio)
-    step = ratio * (2 if cache.interleaved else 1)
+    step = cache.block_stride // size
     for offset in range(ratio):  # in place: a captured step's replay allocates nothing
         into[:, offset::ratio].copy_(table).mul_(step).add_(offset)
     return batch.with_block_table(into)

@@ -60,12 +60,11 @@ class ScanPlan(Plan):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.starts = torch.tensor(batch.starts, dtype=torch.int32)
-        self.slots = batch.state_slots.contiguous()
+        self.slots = batch.state_slots
         before = [n - q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
         self.before = torch.tensor(before, dtype=torch.int32)
         self.targets, self.highest = batch.state_targets, -1
         if self.targets is not None:
-            self.targets = self.targets.contiguous()
             self.highest = _highest(batch, self.targets.tolist())
 
 
