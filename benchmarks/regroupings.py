@@ -35,7 +35,7 @@ from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.workload.dice import Dice
-from random_batches import revision
+from rows import current_commit
 
 DRAWN = {
     "regrouped": (1, 1),
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
     end, parts = time.monotonic() + args.seconds, parts_of(args)
-    where = {"revision": args.commit or revision(), "machine": str(resolve_device(args.device)),
+    where = {"revision": args.commit or current_commit(), "machine": str(resolve_device(args.device)),
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0
     workers = multiprocessing.get_context("spawn").Pool(

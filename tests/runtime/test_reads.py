@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,19 +47,10 @@ def step_of(queries: list[int], lens: list[int], **more: Any) -> Batch:
 def triton(spec: LayerSpec = BASE, sms: int = 16) -> Any:
     """TRITON_ATTN, as it plans on a small chip of Hopper's generation."""
     pytest.importorskip("triton")
-    from polyattn_triton import planning, prefix
+    from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
-    from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 
-    def hopper(spec: LayerSpec, arch: str, _: Any, own: Any) -> Any:
-        config = hopper_config(spec, arch, own)
-        return config and HopperPrefill(spec, config, sms, 35 << 20, own)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(planning, "multiprocessors", lambda device: sms))
-        for module in (planning, prefix):
-            stack.enter_context(patch.object(module, "fitting", lambda device, needed, most: most))
-        stack.enter_context(patch.object(planning, "hopper_prefill", hopper))
+    with patch.object(launch, "chip", lambda device: launch.Chip(sms, 1 << 30, 50 << 20)):
         return TritonAttention(spec, form_of(spec), H200)
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from polyattn import Device, LayerSpec
 from polyattn.kernel import CacheFormat
-from polyattn_triton import planning
+from polyattn_triton import launch
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper import prefill as prefill_hopper
-from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 
 
 def pretended(
@@ -24,21 +23,16 @@ def pretended(
         arg_names = prefill_hopper.prefill_hopper_kernel.arg_names
 
         def __getitem__(self, grid: Any) -> Any:
-            def launch(*given: Any, **options: Any) -> None:
+            def noted(*given: Any, **options: Any) -> None:
                 named = dict(zip(self.arg_names, given, strict=True))
                 launched.append(named | {"grid": grid, "options": options})
 
-            return launch
+            return noted
 
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
-    monkeypatch.setattr(
-        planning, "hopper_prefill",
-        lambda spec, arch, _, own: HopperPrefill(spec, hopper_config(spec, arch), 132, 35 << 20, own),
-    )  # fmt: skip
+    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(132, 228 << 10, 50 << 20))
     form = CacheFormat(
         block_size=16, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
         v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
     )  # fmt: skip
-    backend = TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu"))
-    backend.num_sms = 132
-    return backend, launched
+    return TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu")), launched

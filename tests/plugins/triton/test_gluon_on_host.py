@@ -27,26 +27,22 @@ from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import tolerance_of
-from polyattn_triton import index, mla, planning
+from polyattn_triton import index, launch, mla, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.functions.rows import table_asm
 from polyattn_triton.hopper import unpacking
-from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
 
 HOPPER = Device("cuda", "sm_90", torch_device="cpu")
 
 
+def h100(sms: int) -> Any:
+    """An H100 with so many multiprocessors, as plans see it."""
+    return patch.object(launch, "chip", lambda device: launch.Chip(sms, 228 << 10, 50 << 20))
+
+
 def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
-    """TRITON_ATTN as on an H100 with so many multiprocessors."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(planning, "multiprocessors", lambda device: sms))
-        stack.enter_context(patch.object(planning, "fitting", lambda device, needed, most: most))
-        stack.enter_context(patch.object(
-            planning, "hopper_prefill",
-            lambda spec, arch, _, own: (config := hopper_config(spec, arch, own))
-            and HopperPrefill(spec, config, sms, 35 << 20, own),
-        ))  # fmt: skip
+    with h100(sms):
         return TritonAttention(spec, form, HOPPER)
 
 
@@ -378,10 +374,7 @@ def latent(
     rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
     tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
     slots, choice = seen(tokens, table, block, topk, chance)
-    with (
-        patch.object(mla, "multiprocessors", lambda _: sms),
-        patch.object(mla, "fitting", lambda *_: 1),
-    ):
+    with h100(sms):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     if not topk:
         backend.kernels.config = replace(backend.kernels.config, roles=roles or stored != "auto")

@@ -17,11 +17,10 @@ SMS = 132
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plan as on an H200; nothing runs."""
-    from polyattn_triton import planning
+    from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
 
-    monkeypatch.setattr(planning, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(planning, "fitting", lambda device, needed, most: most)
+    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(SMS, 228 << 10, 50 << 20))
 
     def plan(heads: int, kv_heads: int, lens: list[int], tokens: int = 1, **changes: Any) -> Any:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
@@ -96,10 +95,9 @@ def test_a_captured_step_over_latents_merges_alike_whatever_the_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """How many parts are merged at once is the order of a sum: a replay has the eager step's bits."""
-    from polyattn_triton import mla
+    from polyattn_triton import launch, mla
 
-    monkeypatch.setattr(mla, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(mla, "fitting", lambda device, needed, most: most)
+    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(SMS, 228 << 10, 50 << 20))
     spec = LayerSpec(
         kind="mla", num_heads=64, head_size=192, v_head_size=128, graph_capture="single_token_decode",
         latent=LatentSpec(rank=512, rope_head_size=64),

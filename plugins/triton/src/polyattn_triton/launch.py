@@ -143,21 +143,34 @@ def merge_constants(
     )  # fmt: skip
 
 
+class Chip(NamedTuple):
+    """What plans follow: how many multiprocessors a GPU has, the shared memory of one, and the L2, bytes."""
+
+    multiprocessors: int
+    shared: int
+    l2: int
+
+
+def chip(device: torch.device) -> Chip | None:
+    """Return a GPU's facts, None where kernels are interpreted."""
+    if device.type != "cuda":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    # torch for ROCm names the block's alone: there it is the multiprocessor's.
+    shared = getattr(facts, "shared_memory_per_multiprocessor", facts.shared_memory_per_block)
+    return Chip(facts.multi_processor_count, shared, facts.L2_cache_size)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return how many a device has; a few where kernels are interpreted."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    facts = chip(device)
+    return 4 if facts is None else facts.multiprocessors
 
 
 def fitting(device: torch.device, needed: int, most: int) -> int:
     """Return how many programs, at most `most`, of so many bytes of shared memory run on one."""
-    if device.type != "cuda":
-        return min(most, 2)
-    facts = torch.cuda.get_device_properties(device)
-    # torch for ROCm names the block's alone: there it is the multiprocessor's.
-    held: int = getattr(facts, "shared_memory_per_multiprocessor", facts.shared_memory_per_block)
-    return max(1, min(most, held // (needed + 1024)))
+    facts = chip(device)
+    return min(most, 2) if facts is None else max(1, min(most, facts.shared // (needed + 1024)))
 
 
 def staged(size: int, device: torch.device) -> Tensor:
