@@ -248,9 +248,8 @@ def work(place: Path, tasks: Any, results: Any, machine: Machine) -> None:
 
 def score(rows: list[dict[str, Any]]) -> None:
     """Print how many of each target's mutants were noticed, then which live without a reason."""
-    print(
-        "| target | mutants | killed | equivalent, by argument | survived |\n| - | - | - | - | - |"
-    )
+    print("| target | mutants | killed | equivalent, by argument | survived |")
+    print("| - | - | - | - | - |")
     rows = [row for row in rows if row["outcome"] != "invalid"]
     for name in [*dict.fromkeys(row["target"] for row in rows), "all"]:
         mine = [row for row in rows if name in ("all", row["target"])]
@@ -259,16 +258,9 @@ def score(rows: list[dict[str, Any]]) -> None:
             f"| {name} | {len(mine)} | {kinds['killed'] + kinds['hung']} | {kinds['equivalent']} | "
             f"{kinds['survived']} |"
         )
-    for row in rows:
-        if lives(row):
-            print(
-                row["id"],
-                f"{row['path']}:{row['line']}",
-                row["operator"],
-                row["of"],
-                "->",
-                row["after"],
-            )
+    for row in filter(lives, rows):
+        where = f"{row['id']} {row['path']}:{row['line']}"
+        print(where, row["operator"], row["of"], "->", row["after"])
 
 
 def lives(row: dict[str, Any] | None) -> bool:

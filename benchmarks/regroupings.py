@@ -119,24 +119,15 @@ def one(job: Job) -> dict[str, Any]:
 
 def parts_of(args: argparse.Namespace) -> list[Job]:
     """Return what is to run: every case's first part, then every case's second."""
-    parts = []
+    parts: list[Job] = []
     for backend in args.backends:
         cases = cases_of(backend, args.device)
         count = Counter(case.check for case in cases)
         for index, case in enumerate(cases):
-            if args.only in case.id:
-                draws = -(-args.draws // count[case.check])
-                parts += [
-                    (
-                        backend,
-                        args.device,
-                        index,
-                        min(args.part, draws - done),
-                        args.seed + place,
-                        args.step,
-                    )
-                    for place, done in enumerate(range(0, draws, args.part))
-                ]
+            draws = -(-args.draws // count[case.check]) if args.only in case.id else 0
+            for place, done in enumerate(range(0, draws, args.part)):
+                some, seed = min(args.part, draws - done), args.seed + place
+                parts.append((backend, args.device, index, some, seed, args.step))
     return sorted(parts, key=lambda part: part[4])
 
 

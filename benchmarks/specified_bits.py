@@ -29,13 +29,7 @@ LAYERS: tuple[dict[str, Any], ...] = (
     {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "needs_lse": True},
     {"num_heads": 3, "head_size": 40, "v_head_size": 72, "block_size": 1},
     {"num_heads": 15, "num_kv_heads": 3, "head_size": 80, "block_size": 24, "alibi": True},
-    {
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 64,
-        "sliding_window": 21,
-        "learned_sinks": True,
-    },
+    {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "sliding_window": 21, "learned_sinks": True},
     {"num_heads": 2, "head_size": 96, "sliding_window": 300, "sink_tokens": 5, "needs_lse": True},
     {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "chunk_size": 100, "block_size": 128},
     {"num_heads": 4, "num_kv_heads": 1, "head_size": 256, "learned_sinks": True, "needs_lse": True},
@@ -43,7 +37,7 @@ LAYERS: tuple[dict[str, Any], ...] = (
     {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "cached": False, "needs_lse": True},
     {"num_heads": 5, "head_size": 32, "cached": False, "causal": False},
     {"num_heads": 16, "num_kv_heads": 1, "head_size": 64, "scale": 0.7},
-)
+)  # fmt: skip
 LENGTHS = (1, 2, 9, 31, 32, 33, 64, 100, 255, 256, 257, 300, 513)
 QUERIES = (1, 1, 1, 3, 17)
 
