@@ -28,10 +28,11 @@ from polyattn import Batch, Device, LayerGroup, LayerSpec, SparseSpec, __version
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.families.mla import planning as mla_planning
-from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.kernel import LatentSpec
 from polyattn.runtime.plan_checks import check_calls, check_plan
-from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.selection.cache_format import format_of
 from polyattn.workload.dice import Dice
+from polyattn.workload.steps import drawn_forest, share_blocks
 from rows import current_commit
 
 CPU = Device("cpu", platform.machine(), torch_device="cpu")
@@ -40,6 +41,7 @@ CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
 PIECE = 200
 """Plans of one layer."""
 LONGEST = 6000
+BLOCKS = (16, 64, 1, 48)
 FORMATS = ("int4", "nvfp4", "mxfp4/kivi4", "turboquant4", "e4m3_rows", "int8_rows")
 LEVELS = ("batch", "steps", "calls")
 LATENT = LatentSpec(rank=64, rope_head_size=16)
@@ -62,13 +64,6 @@ def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
     if not dice.integer(0, 4):
         values["causal"] = False
     return LayerSpec(**({"head_size": 64, "dtype": "bfloat16"} | values | changes))
-
-
-def form_of(spec: LayerSpec, dice: Dice) -> CacheFormat:
-    return CacheFormat(
-        block_size=dice.choice((16, 64, 1, 48)), num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
-    )  # fmt: skip
 
 
 def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> Rows:
@@ -122,7 +117,8 @@ def native(dice: Dice, **changes: Any) -> Drawn:
     from polyattn_cpu.native.attention import NativeAttention
 
     spec = layer(dice, **({"dtype": "float32"} | changes))
-    backend, draw = drawn(NativeAttention(spec, form_of(spec, dice), CPU), 0)
+    form = format_of(spec, CPU, "NHD", dice.choice(BLOCKS))
+    backend, draw = drawn(NativeAttention(spec, form, CPU), 0)
 
     def step(dice: Dice) -> Batch:
         torch.set_num_threads(dice.choice((1, 2, 5, 16)))
@@ -139,24 +135,19 @@ def latents(dice: Dice) -> LayerSpec:
     )  # fmt: skip
 
 
-def latent_form(dice: Dice) -> CacheFormat:
-    return CacheFormat(
-        block_size=dice.choice((16, 64)), num_kv_heads=1, head_size=LATENT.size,
-        v_head_size=LATENT.rank, dtype="bfloat16",
-    )  # fmt: skip
-
-
 def native_mla(dice: Dice) -> Drawn:
     from polyattn_cpu.native.attention import NativeMLA
 
-    return drawn(NativeMLA(latents(dice), latent_form(dice), CPU), 4)
+    spec = latents(dice)
+    return drawn(NativeMLA(spec, format_of(spec, CPU, "NHD", dice.choice(BLOCKS[:2])), CPU), 4)
 
 
-def on_chip(kind: Callable[..., Any], spec: LayerSpec, form: CacheFormat, dice: Dice) -> Any:
+def on_chip(kind: Callable[..., Any], spec: LayerSpec, dice: Dice) -> Any:
     """Return one of Triton's backends that takes this machine for a GPU."""
     from polyattn_triton import launch
 
     arch, sms = dice.choice(CHIPS)
+    form = format_of(spec, CPU, "NHD", dice.choice(BLOCKS[:2] if spec.latent else BLOCKS))
     with patch.object(launch, "chip", lambda device: launch.Chip(sms, 1 << 30, 50 << 20)):
         return kind(spec, form, Device("cuda", arch, torch_device="cpu"))
 
@@ -166,7 +157,7 @@ def triton(dice: Dice, windows: bool = True, **changes: Any) -> Drawn:
 
     spec = layer(dice, windows, head_size=dice.choice((64, 128)), **changes)
     decodes = 1 if spec.graph_capture else dice.choice((0, 0, 1, 1, 16))
-    return drawn(on_chip(TritonAttention, spec, form_of(spec, dice), dice), decodes)
+    return drawn(on_chip(TritonAttention, spec, dice), decodes)
 
 
 def captured(dice: Dice) -> Drawn:
@@ -190,28 +181,6 @@ def invariant(dice: Dice) -> Drawn:
     return backend, step
 
 
-def forest(dice: Dice, count: int) -> tuple[Levels, list[int]]:
-    """Draw a forest over rows of the batch, and the blocks that each row's runs end with."""
-    levels: list[tuple[SharedRun, ...]] = []
-    groups, ends = [list(range(count))], [0] * count
-    while groups and len(levels) < 5:
-        runs: list[SharedRun] = []
-        for rows in groups:
-            labels = dice.integers(0, 3, len(rows))
-            for label in (0, 1):  # what has label 2 goes on alone
-                chosen = [row for row, mine in zip(rows, labels, strict=True) if mine == label]
-                if len(chosen) > 1:
-                    runs.append(SharedRun(tuple(chosen), ends[chosen[0]], dice.integer(1, 60)))
-        if not runs:
-            break
-        for run in runs:
-            for row in run.rows:
-                ends[row] = run.first + run.count
-        groups = [list(run.rows) for run in runs]
-        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
-    return tuple(levels), ends
-
-
 def prefixes(dice: Dice) -> Drawn:
     capture = {"graph_capture": "single_token_decode"} if dice.integer(0, 2) else {}
     backend, _ = triton(dice, windows=False, causal=True, **capture)
@@ -219,15 +188,12 @@ def prefixes(dice: Dice) -> Drawn:
 
     def step(dice: Dice) -> Batch:
         count = fixed if capture else dice.integer(2, 41)
-        levels, ends = forest(dice, count)
+        levels, ends = drawn_forest(count, dice.integer)
         lens = [e * size + (dice.integer(0, 900) or bool(e)) for e in ends]
         table = torch.arange(count * 400, dtype=torch.int32).view(count, 400)
         if capture:
             table = torch.cat([table, table[:, :0].new_zeros(count, 400)], 1)
-        for level in levels:
-            for run in level:
-                blocks = slice(run.first, run.first + run.count)
-                table[list(run.rows), blocks] = table[run.rows[0], blocks].clone()
+        share_blocks(table, levels)
         lens = [min(n, 400 * size) for n in lens]
         return Batch(list(range(count + 1)), lens, table, shared_prefix=levels or None)
 
@@ -241,7 +207,7 @@ def triton_mla(dice: Dice, **fields: Any) -> Drawn:
         fields.setdefault("graph_capture", "single_token_decode")
     spec = latents(dice).replace(**fields)
     decodes = 1 if fields or not dice.integer(0, 3) else 4
-    backend, draw = drawn(on_chip(TritonMLA, spec, latent_form(dice), dice), decodes)
+    backend, draw = drawn(on_chip(TritonMLA, spec, dice), decodes)
 
     def step(dice: Dice) -> Batch:
         batch = draw(dice)
@@ -278,7 +244,7 @@ def triton_sparse(dice: Dice) -> Drawn:
 
     sparse = SparseSpec(budget=dice.choice((1, 17, 64, 512, 2048)))
     spec = latents(dice).replace(kind="sparse_mla", sparse=sparse)
-    backend = on_chip(TritonMLASparse, spec, latent_form(dice), dice)
+    backend = on_chip(TritonMLASparse, spec, dice)
     return drawn(backend, 4, lambda rows: [(max(q, 1), max(q, n, 1)) for q, n in rows])
 
 
@@ -287,7 +253,7 @@ def pallas(dice: Dice) -> Drawn:
     from polyattn_tpu.buckets import Buckets
 
     spec, device = layer(dice, head_size=128), Device("tpu", "v6e", torch_device="cpu")
-    backend = PallasAttention(spec, form_of(spec, dice), device)
+    backend = PallasAttention(spec, format_of(spec, device, "NHD", dice.choice(BLOCKS)), device)
     backend.buckets = Buckets(pages=1 << 19)  # for blocks of one token
     return drawn(backend, dice.choice((0, 0, 1)), shuffled=True)
 
@@ -296,9 +262,9 @@ def hpu(dice: Dice) -> Drawn:
     from polyattn_hpu.attention import UnifiedAttention
 
     spec, device = layer(dice, head_size=128), Device("hpu", "gaudi3", torch_device="cpu")
-    backend, decodes = UnifiedAttention(spec, form_of(spec, dice), device), dice.choice((0, 1, 16))
-    few: Callable[[Rows], Rows] = lambda rows: [(q, min(n, 2000 + q)) for q, n in rows[:8]]  # noqa: E731
-    return drawn(backend, decodes, few, shuffled=True)
+    backend = UnifiedAttention(spec, format_of(spec, device, "NHD", dice.choice(BLOCKS)), device)
+    decodes = dice.choice((0, 1, 16))
+    return drawn(backend, decodes, lambda rows: [(q, min(n, 2000 + q)) for q, n in rows[:8]], True)
 
 
 class Apart(NamedTuple):

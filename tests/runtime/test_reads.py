@@ -21,7 +21,9 @@ from polyattn.runtime import plan_checks
 from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
 from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.selection.cache_format import format_of
 from polyattn.workload.dice import Dice
+from polyattn.workload.steps import share_blocks
 from polyattn_cpu.native import library
 
 H200 = Device("cuda", "sm_90", torch_device="cpu")
@@ -30,13 +32,7 @@ needs_native = pytest.mark.skipif(library.why_not() is not None, reason="no nati
 
 
 def form_of(spec: LayerSpec) -> CacheFormat:
-    return CacheFormat(
-        block_size=16,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=64,
-        v_head_size=64,
-        dtype=spec.dtype,
-    )
+    return format_of(spec, H200, "NHD", 16)
 
 
 def step_of(queries: list[int], lens: list[int], **more: Any) -> Batch:
@@ -65,10 +61,7 @@ def shared() -> Batch:
     batch = step_of([1] * 4, [1000, 900, 1000, 77], shared_prefix=levels)
     table = batch.block_table
     assert table is not None
-    for level in levels:
-        for run in level:
-            blocks = slice(run.first, run.first + run.count)
-            table[list(run.rows), blocks] = table[run.rows[0], blocks].clone()
+    share_blocks(table, levels)
     return batch
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from polyattn import Device, LayerSpec
-from polyattn.kernel import CacheFormat
+from polyattn.selection.cache_format import format_of
 from polyattn_triton import launch
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.hopper import choice as hopper
@@ -31,8 +31,5 @@ def pretended(
 
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
     monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(132, 228 << 10, 50 << 20))
-    form = CacheFormat(
-        block_size=16, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-        v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
-    )  # fmt: skip
-    return TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu")), launched
+    h200 = Device("cuda", "sm_90", torch_device="cpu")
+    return TritonAttention(spec, format_of(spec, h200, "NHD", 16), h200), launched

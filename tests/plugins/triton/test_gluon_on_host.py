@@ -363,9 +363,7 @@ def latent(
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
         sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True, kv_cache_dtype=stored,
     )  # fmt: skip
-    form = CacheFormat(
-        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype=spec.stored_dtype
-    )
+    form = format_of(spec, HOPPER, "NHD", block)
     chance = torch.Generator().manual_seed(len(lens))
     cache, table = latents(form, lens, chance)
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()

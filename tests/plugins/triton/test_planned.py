@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.kernel import LatentSpec
+from polyattn.selection.cache_format import format_of
 
 pytest.importorskip("triton")
 H200 = Device(platform="cuda", arch="sm_90", torch_device="cpu")
@@ -24,12 +25,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def plan(heads: int, kv_heads: int, lens: list[int], tokens: int = 1, **changes: Any) -> Any:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
-        form = CacheFormat(
-            block_size=64, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
-        )
         table = torch.zeros(len(lens), -(-max(lens) // 64), dtype=torch.int32)
         batch = Batch(list(range(0, tokens * len(lens) + 1, tokens)), lens, table)
-        return TritonAttention(spec, form, H200).plan(batch)
+        return TritonAttention(spec, format_of(spec, H200, "NHD", 64), H200).plan(batch)
 
     return plan
 

@@ -144,7 +144,7 @@ def merge_constants(
 
 
 class Chip(NamedTuple):
-    """What plans follow: how many multiprocessors a GPU has, the shared memory of one, and the L2, bytes."""
+    """What plans follow: a GPU's multiprocessors, the shared memory of one, and its L2, in bytes."""
 
     multiprocessors: int
     shared: int
