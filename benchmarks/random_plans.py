@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -148,7 +149,11 @@ def on_chip(kind: Callable[..., Any], spec: LayerSpec, dice: Dice) -> Any:
 
     arch, sms = dice.choice(CHIPS)
     form = format_of(spec, CPU, "NHD", dice.choice(BLOCKS[:2] if spec.latent else BLOCKS))
-    with patch.object(launch, "chip", lambda device: launch.Chip(sms, 1 << 30, 50 << 20)):
+    facts = SimpleNamespace(
+        multi_processor_count=sms, shared_memory_per_multiprocessor=1 << 30,
+        shared_memory_per_block=1 << 30, L2_cache_size=50 << 20,
+    )  # fmt: skip
+    with patch.object(launch, "facts", lambda device: facts):
         return kind(spec, form, Device("cuda", arch, torch_device="cpu"))
 
 

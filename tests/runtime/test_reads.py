@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from chips import h200
 from polyattn import Batch, Device, LayerGroup, LayerSpec
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
@@ -46,7 +47,7 @@ def triton(spec: LayerSpec = BASE, sms: int = 16) -> Any:
     from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
 
-    with patch.object(launch, "chip", lambda device: launch.Chip(sms, 1 << 30, 50 << 20)):
+    with patch.object(launch, "facts", h200(sms, shared=1 << 30)):
         return TritonAttention(spec, form_of(spec), H200)
 
 

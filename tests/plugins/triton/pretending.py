@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chips import h200
 from polyattn import Device, LayerSpec
 from polyattn.selection.cache_format import format_of
 from polyattn_triton import launch
@@ -30,6 +31,6 @@ def pretended(
             return noted
 
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
-    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(132, 228 << 10, 50 << 20))
-    h200 = Device("cuda", "sm_90", torch_device="cpu")
-    return TritonAttention(spec, format_of(spec, h200, "NHD", 16), h200), launched
+    monkeypatch.setattr(launch, "facts", h200())
+    device = Device("cuda", "sm_90", torch_device="cpu")
+    return TritonAttention(spec, format_of(spec, device, "NHD", 16), device), launched

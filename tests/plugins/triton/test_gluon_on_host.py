@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 import numpy as np
 import torch
+from chips import h200
 from gluon_on_host import on_host
 from polyattn import Batch, Device, IndexerSpec, KVCache, LatentSpec, LayerSpec, SparseSpec
 from polyattn.conformance.cases.index import layer_for
@@ -36,13 +37,9 @@ from ptx_on_host import run_ptx
 HOPPER = Device("cuda", "sm_90", torch_device="cpu")
 
 
-def h100(sms: int) -> Any:
-    """An H100 with so many multiprocessors, as plans see it."""
-    return patch.object(launch, "chip", lambda device: launch.Chip(sms, 228 << 10, 50 << 20))
-
-
 def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
-    with h100(sms):
+    """TRITON_ATTN as on an H200 with so many multiprocessors."""
+    with patch.object(launch, "facts", h200(sms)):
         return TritonAttention(spec, form, HOPPER)
 
 
@@ -372,7 +369,7 @@ def latent(
     rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
     tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
     slots, choice = seen(tokens, table, block, topk, chance)
-    with h100(sms):
+    with patch.object(launch, "facts", h200(sms)):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     if not topk:
         backend.kernels.config = replace(backend.kernels.config, roles=roles or stored != "auto")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chips import h200
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import LatentSpec
 from polyattn.selection.cache_format import format_of
@@ -21,7 +22,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
 
-    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(SMS, 228 << 10, 50 << 20))
+    monkeypatch.setattr(launch, "facts", h200(SMS))
 
     def plan(heads: int, kv_heads: int, lens: list[int], tokens: int = 1, **changes: Any) -> Any:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
@@ -95,7 +96,7 @@ def test_a_captured_step_over_latents_merges_alike_whatever_the_lengths(
     """How many parts are merged at once is the order of a sum: a replay has the eager step's bits."""
     from polyattn_triton import launch, mla
 
-    monkeypatch.setattr(launch, "chip", lambda device: launch.Chip(SMS, 228 << 10, 50 << 20))
+    monkeypatch.setattr(launch, "facts", h200(SMS))
     spec = LayerSpec(
         kind="mla", num_heads=64, head_size=192, v_head_size=128, graph_capture="single_token_decode",
         latent=LatentSpec(rank=512, rope_head_size=64),

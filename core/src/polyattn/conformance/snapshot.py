@@ -177,12 +177,12 @@ def runs_alone(run: Callable[[], Result]) -> Result:
 def changes(before: dict[str, Any], modules: int) -> dict[str, str]:
     """Return what changed since, by its name. `modules`: how many were imported."""
     after, imported = snapshot(), len(sys.modules) > modules
-    found = {
+    changed = {
         name: _change(before[name], after[name], name in IMPORTED)
         for name in before
         if not (imported and name in IMPORTED)
     }
-    return {name: change for name, change in found.items() if change is not None}
+    return {name: change for name, change in changed.items() if change is not None}
 
 
 def _other_names(before: dict[str, Any], after: dict[str, Any], grows: bool) -> Iterator[str]:

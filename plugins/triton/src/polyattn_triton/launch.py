@@ -143,34 +143,25 @@ def merge_constants(
     )  # fmt: skip
 
 
-class Chip(NamedTuple):
-    """What plans follow: a GPU's multiprocessors, the shared memory of one, and its L2, in bytes."""
-
-    multiprocessors: int
-    shared: int
-    l2: int
-
-
-def chip(device: torch.device) -> Chip | None:
-    """Return a GPU's facts, None where kernels are interpreted."""
-    if device.type != "cuda":
-        return None
-    facts = torch.cuda.get_device_properties(device)
-    # torch for ROCm names the block's alone: there it is the multiprocessor's.
-    shared = getattr(facts, "shared_memory_per_multiprocessor", facts.shared_memory_per_block)
-    return Chip(facts.multi_processor_count, shared, facts.L2_cache_size)
+def facts(device: torch.device) -> Any:
+    """Return what torch knows of a GPU; None of a host, which interprets kernels."""
+    return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
 
 
 def multiprocessors(device: torch.device) -> int:
     """Return how many a device has; a few where kernels are interpreted."""
-    facts = chip(device)
-    return 4 if facts is None else facts.multiprocessors
+    gpu = facts(device)
+    return 4 if gpu is None else gpu.multi_processor_count
 
 
 def fitting(device: torch.device, needed: int, most: int) -> int:
     """Return how many programs, at most `most`, of so many bytes of shared memory run on one."""
-    facts = chip(device)
-    return min(most, 2) if facts is None else max(1, min(most, facts.shared // (needed + 1024)))
+    gpu = facts(device)
+    if gpu is None:
+        return min(most, 2)
+    # torch for ROCm names the block's alone: there it is the multiprocessor's.
+    held: int = getattr(gpu, "shared_memory_per_multiprocessor", gpu.shared_memory_per_block)
+    return max(1, min(most, held // (needed + 1024)))
 
 
 def staged(size: int, device: torch.device) -> Tensor:

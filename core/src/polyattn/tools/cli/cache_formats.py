@@ -71,10 +71,8 @@ def _time(selection: Selection, lengths: list[tuple[int, int]]) -> float | None:
 def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
     """Print the formats that a group of layers could cache in, and why it couldn't in the others."""
     say("cache formats, bytes of a token in these layers:")
-    columns = {
-        "  kv_cache_dtype": "  {kv_cache_dtype}", ">bytes": "{bytes_per_token}", "  decode": "  {decode}",
-    }  # fmt: skip
-    columns |= {f">us, {step}": f"{{{step}}}" for step in steps}
+    columns = {"  kv_cache_dtype": "  {kv_cache_dtype}", ">bytes": "{bytes_per_token}"}
+    columns |= {"  decode": "  {decode}"} | {f">us, {step}": f"{{{step}}}" for step in steps}
     served = [row for row in rows if "cannot" not in row]
     times = [{s: f"{row['us'][s]:.1f}" if s in row["us"] else "-" for s in steps} for row in served]
     print_rows(columns, map(or_, served, times))

@@ -161,13 +161,9 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     columns = {
         "backend": "{backend}", "kind": "{kind}",
         "layers": "{layer[dtype]} over {layer[stored]}, heads of {layer[head_size]}",
-        ">points": "{points}", ">error": "{error:.1%}", "form": "{form}{cut}",
+        ">points": "{points}", ">error": "{error:.1%}", "form": "{form}",
     }  # fmt: skip
-    print_rows(columns, (
-        {"form": "overlap" if row["overlap"] else "sum",
-         "cut": f", cut below {row['whole']} tiles" if row["whole"] else "", **row}
-        for row in report["models"]
-    ))  # fmt: skip
+    print_rows(columns, ({**row, "form": _form(row)} for row in report["models"]))
     say("\nSteps that the coefficients were not fitted to:")
     columns = {
         "kind": "{kind}", ">steps": "{steps}", ">chosen / best": "{over_best:.3f}", ">p95": "{p95:.2f}",
@@ -180,3 +176,9 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
     end = f"written: {path}" if path else nothing
     say(f"{report['points']} points on {device}; {end}")
+
+
+def _form(row: dict[str, Any]) -> str:
+    """Return how a model adds its terms up."""
+    form = "overlap" if row["overlap"] else "sum"
+    return f"{form}, cut below {row['whole']} tiles" if row["whole"] else form

@@ -47,13 +47,15 @@ def show(pid: int | None, as_json: bool) -> int:
 def _list(processes: Sequence[Process]) -> None:
     rows = [
         {
-            ">process": one.pid, ">server": one.ancestors[-1] if one.ancestors else "",
-            ">decisions": len(one.decisions), ">fallbacks": len(one.fallbacks),
+            ">process": one.pid,
+            ">server": one.ancestors[-1] if one.ancestors else "",
+            ">decisions": len(one.decisions),
+            ">fallbacks": len(one.fallbacks),
             "integrations": ", ".join(one.integrations),
             "command": (one.server or one.command)[:COMMAND],
         }
         for one in processes
-    ]  # fmt: skip
+    ]
     print_rows({heading: f"{{{heading}}}" for heading in rows[0]}, rows)
     say("`polyattn why PROCESS` prints a process's decisions")
 

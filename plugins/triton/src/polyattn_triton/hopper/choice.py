@@ -221,7 +221,8 @@ def hopper_prefill(
 ) -> HopperPrefill | None:
     """Return what launches the kernel for a layer on this device, if it serves that."""
     config = hopper_config(spec, arch, generated)
-    facts = launch.chip(device)
-    if config is None or facts is None:
+    gpu = launch.facts(device)
+    if config is None or gpu is None:
         return None
-    return HopperPrefill(spec, config, facts.multiprocessors, int(CACHED * facts.l2), generated)
+    cached = int(CACHED * gpu.L2_cache_size)
+    return HopperPrefill(spec, config, gpu.multi_processor_count, cached, generated)
