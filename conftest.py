@@ -24,12 +24,17 @@ TESTS = f"{os.sep}tests{os.sep}"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def later_tests_find_what_these_found() -> Iterator[None]:
-    """A module's tests leave the process' settings as they were, and its imports our functions."""
+def later_tests_find_what_these_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests leave the process' settings as they were, and its imports our functions.
+
+    The kit looks at each of its cases itself.
+    """
     from polyattn.conformance.snapshot import RESTORED, SETTINGS, changes, snapshot
 
     before, modules = snapshot(), len(sys.modules)
     yield
+    if TESTS not in str(request.path):
+        return
     # Tests seed generators, commands set Typer's hook, and libraries set variables at their import.
     free = {"the hooks of exceptions", *(RESTORED if len(sys.modules) > modules else ())}
     kept = [n for n in SETTINGS if n not in free and not n.endswith("random state")]
