@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # One thread a process, and a process a core (-n): two workers' threads of torch, each waiting for
@@ -17,3 +20,30 @@ os.environ.setdefault(
 # `--hypothesis-profile=default` draws anew.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+TESTS = f"{os.sep}tests{os.sep}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def later_tests_find_what_these_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests leave the process' settings as they were, and its imports our functions.
+
+    The kit looks at each of its cases itself.
+    """
+    from polyattn.conformance.snapshot import RESTORED, SETTINGS, changes, snapshot
+
+    before, modules = snapshot(), len(sys.modules)
+    yield
+    if TESTS not in str(request.path):
+        return
+    # Tests seed generators, commands set Typer's hook, and libraries set variables at their import.
+    free = {"the hooks of exceptions", *(RESTORED if len(sys.modules) > modules else ())}
+    kept = [n for n in SETTINGS if n not in free and not n.endswith("random state")]
+    changed = changes({name: before[name] for name in kept}, modules)
+    assert not changed, f"these tests change {', '.join(map(''.join, changed.items()))}"
+    ours = [each for name, each in sys.modules.items() if name.startswith("polyattn")]
+    patched = [
+        f"{module.__name__}.{name}" for module in ours for name, value in vars(module).items()
+        if TESTS in getattr(getattr(value, "__code__", None), "co_filename", "")
+        and TESTS not in (module.__file__ or "")
+    ]  # fmt: skip
+    assert not patched, f"functions of tests stay in place of {patched}"

@@ -101,29 +101,23 @@ Row = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
 
-def least(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
-    """Return each call's least seconds; the calls take turns, at least four rounds of them."""
-    best = dict.fromkeys(calls, float("inf"))
-    until, rounds = time.perf_counter() + seconds, 0
-    while rounds < 4 or time.perf_counter() < until:
+def turns(
+    calls: Calls, seconds: float, clock: Callable[[], float], rounds: int = 4
+) -> dict[str, list[float]]:
+    """Return the seconds of each call; the calls take turns, at least so many rounds of them."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    until = time.perf_counter() + seconds
+    while rounds > 0 or time.perf_counter() < until:
         for name, call in calls.items():
             started = clock()
             call()
-            best[name] = min(best[name], clock() - started)
-        rounds += 1
-    return best
+            taken[name].append(clock() - started)
+        rounds -= 1
+    return taken
 
 
-def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """Return the least and the median of a call's seconds by the wall clock, of nine calls at least."""
-    call()
-    taken: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(taken) < 9 or time.perf_counter() < until:
-        started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return min(taken), statistics.median(taken)
+def least(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
+    return {name: min(times) for name, times in turns(calls, seconds, clock).items()}
 
 
 class Visit:
@@ -157,26 +151,37 @@ class Visit:
     def share(self) -> None:
         """Each case beside what this process reads and multiplies in the same rounds."""
         for name in self.native.CASES:
-            case, bounds = self.case(name), self.limits()
-            what, bar = self.bar_of(name)
-            calls = {"native": case.call()}
-            calls |= {key: call for key, (call, _) in bounds.items()}
-            if what == "read":
-                calls |= self.native.readings(case)
-            best = least(calls, self.seconds, time.thread_time)
-            took = best["native"]
-            rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
-            # The same bytes in the same order, and nothing else done.
-            for way in ("blocks", "products"):
-                floors = [best[key] for key in best if key.startswith(way)]
-                if floors:
-                    rate[way] = case.bytes / min(floors)
-            amount = case.bytes if what == "read" else case.flops
-            self.row(
-                name, amount / took / rate[what], f"of {what}", bar, ms=took * 1e3,
-                gb_s=case.bytes / took / 1e9, gflops=case.flops / took / 1e9,
-                **{key.replace(" ", "_"): speed / 1e9 for key, speed in rate.items()},
-            )  # fmt: skip
+            self._share(name, name, time.thread_time)
+
+    def two(self) -> None:
+        """Wall time of two threads beside two threads' limits."""
+        with self.threads(2):
+            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 1x32k + 3x1k 28/4 bf16",
+                         "decode 8x2048 fp32",
+                         "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
+                self._share(name, f"{name}, 2 threads", time.perf_counter)
+
+    def _share(self, name: str, label: str, clock: Callable[[], float]) -> None:
+        case, bounds = self.case(name), self.limits()
+        what, bar = self.bar_of(name)
+        calls = {"native": case.call()}
+        calls |= {key: call for key, (call, _) in bounds.items()}
+        if what == "read":
+            calls |= self.native.readings(case)
+        best = least(calls, self.seconds, clock)
+        took = best["native"]
+        rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
+        # The same bytes in the same order, and nothing else done.
+        for way in ("blocks", "products"):
+            floors = [best[key] for key in best if key.startswith(way)]
+            if floors:
+                rate[way] = case.bytes / min(floors)
+        amount = case.bytes if what == "read" else case.flops
+        self.row(
+            label, amount / took / rate[what], f"of {what}", bar, ms=took * 1e3,
+            gb_s=case.bytes / took / 1e9, gflops=case.flops / took / 1e9,
+            **{key.replace(" ", "_"): speed / 1e9 for key, speed in rate.items()},
+        )  # fmt: skip
 
     def limits(self) -> dict[str, tuple[Callable[[], object], float]]:
         """Return what torch does at best; not what it emulates, which takes most of a minute."""
@@ -221,13 +226,7 @@ class Visit:
             with self.threads(count):
                 specs = {name: llama.replace(kv_cache_dtype=name) for name in ("auto", *bars)}
                 calls = {n: self.native.Case(spec, "64q1s4k").call() for n, spec in specs.items()}
-                taken: dict[str, list[float]] = {name: [] for name in calls}
-                until = time.perf_counter() + 3 * self.seconds
-                while len(taken["auto"]) < 9 or time.perf_counter() < until:
-                    for name, call in calls.items():
-                        started = clock()
-                        call()
-                        taken[name].append(clock() - started)
+                taken = turns(calls, 3 * self.seconds, clock, 9)
             for name, bar in bars.items():
                 ratios = [a / b for a, b in zip(taken["auto"], taken[name], strict=True)]
                 self.row(
@@ -445,21 +444,6 @@ class Visit:
         finally:
             self.torch.set_num_threads(1)
 
-    def two(self) -> None:
-        """Wall time of two threads beside two threads' limits."""
-        with self.threads(2):
-            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 1x32k + 3x1k 28/4 bf16",
-                         "decode 8x2048 fp32",
-                         "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
-                case, bounds = self.case(name), self.limits()
-                calls = {"native": case.call()}
-                calls |= {key: call for key, (call, _) in bounds.items()}
-                best = least(calls, self.seconds, time.perf_counter)
-                what, bar = self.bar_of(name)
-                amount = case.bytes if what == "read" else case.flops
-                share = amount / best["native"] / (bounds[what][1] / best[what])
-                self.row(f"{name}, 2 threads", share, f"of {what}", bar, ms=best["native"] * 1e3)
-
     def busy(self) -> None:
         """Decode on two cores alone, after a norm, and beside four processes that never rest on them."""
         with self.threads(2):
@@ -468,19 +452,21 @@ class Visit:
                 self._after_a_norm(f"{backend} decode 8x2048", call)
                 self._beside_four(f"{backend} decode 8x2048", call, bar)
 
+    def _median(self, call: Callable[[], object]) -> float:
+        (times,) = turns({"": call}, self.seconds, time.perf_counter, 9).values()
+        return statistics.median(times)
+
     def _after_a_norm(self, name: str, call: Callable[[], object]) -> None:
         norm = partial(self.torch.nn.LayerNorm(4096), self.torch.randn(64, 4096))
-        alone, both = (timed(each, self.seconds)[1] for each in (call, lambda: (norm(), call())))
-        self.row(
-            f"{name} and a norm before it, median", both / alone, "x alone", None, ms=both * 1e3
-        )
+        alone, both = (self._median(each) for each in (call, lambda: (norm(), call())))
+        self.row(f"{name} and a norm before it, median", both / alone, "x alone", ms=both * 1e3)
 
     def _beside_four(self, name: str, call: Callable[[], object], bar: float | None) -> None:
-        alone = timed(call, self.seconds)[1]
+        alone = self._median(call)
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
         try:
             time.sleep(0.3)
-            loaded = timed(call, self.seconds)[1]
+            loaded = self._median(call)
         finally:
             for other in others:
                 other.kill()
@@ -514,20 +500,21 @@ def whole_cores() -> list[int]:
 def machine() -> Row:
     """Say what this is measured on."""
     import torch
+    from pages import about
     from polyattn_cpu.native import build, library
 
     text = Path("/proc/cpuinfo").read_text()
     fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
     shown = ("avx", "amx", "fma", "f16c")
-    return {
+    version = subprocess.run(
+        [*build.compiler(), "--version"], capture_output=True, text=True
+    ).stdout
+    return about(torch.device("cpu")) | {
         "processor": fields.get("model name", platform.processor()),
         "family/model/stepping": [fields.get(k, "?") for k in ("cpu family", "model", "stepping")],
         "flags": [f for f in fields.get("flags", "").split() if f.startswith(shown)],
-        "processors": os.cpu_count(), "cores": len(whole_cores()), "load": os.getloadavg(),
-        "torch": torch.__version__, "python": platform.python_version(),
-        "compiler": subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)
-        .stdout.splitlines()[0],
+        "cores": len(whole_cores()), "load": os.getloadavg(), "compiler": version.splitlines()[0],
         "instruction sets": library.isas(), "command": " ".join(sys.argv),
     }  # fmt: skip
 

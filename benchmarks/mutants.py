@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mutant_targets import NATIVE, TARGETS, Judge
+from rows import current_commit
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("core/src", "plugins/*/src", "integrations/*/src", "examples/*/src")
@@ -63,88 +65,6 @@ class Mutant(NamedTuple):
 LIBRARY = Path("plugins/cpu/src/polyattn_cpu/native/kernels.lib")
 FLIPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SWAPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
-Change = tuple[int, int, str, str]
-
-
-class Source:
-    """A module's text, and where the nodes of its tree lie in it."""
-
-    def __init__(self, text: str, spared: frozenset[str]):
-        self.text, self.spared = text, spared
-        self.lines = text.splitlines(keepends=True)
-        self.starts = [0, *accumulate(map(len, self.lines))]
-
-    def span(self, node: Any) -> tuple[int, int]:
-        """Return where a node begins and ends; the tree's columns count bytes."""
-        places = ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-        first, last = (
-            self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
-            for line, column in places
-        )
-        return first, last
-
-    def said(self, node: Any) -> str:
-        return self.text[slice(*self.span(node))]
-
-    def between(self, left: Any, right: Any, pattern: str) -> tuple[int, int]:
-        """Return where the operator between two nodes lies."""
-        begin, end = self.span(left)[1], self.span(right)[0]
-        at = re.search(pattern, self.text[begin:end])
-        assert at is not None
-        return begin + at.start(), begin + at.end()
-
-    def changes(self, node: ast.AST) -> Iterator[Change]:
-        """Yield the changes of a node and of all below it."""
-        if isinstance(node, ast.FunctionDef):
-            for child in node.body if node.name not in self.spared else ():
-                yield from self.changes(child)
-            return
-        if isinstance(node, (ast.Compare, ast.BinOp, ast.UnaryOp)):
-            yield from self.of_arithmetic(node)
-        elif isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in SWAPS and len(node.args) > 1:
-                end = self.span(node.func)[1]
-                yield end - len(name), end, "bound", SWAPS[name]
-                yield *self.span(node), "dropped bound", self.said(node.args[0])
-        elif isinstance(node, ast.BoolOp):
-            at = self.between(node.values[0], node.values[1], r"\b(and|or)\b")
-            yield *at, "condition", "or" if isinstance(node.op, ast.And) else "and"
-        elif isinstance(node, (ast.Assign, ast.AugAssign)):
-            held = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(held, (ast.Attribute, ast.Subscript)) or isinstance(node, ast.AugAssign):
-                yield *self.span(node), "stale", "pass"
-        for child in ast.iter_child_nodes(node):
-            yield from self.changes(child)
-
-    def of_arithmetic(self, node: ast.Compare | ast.BinOp | ast.UnaryOp) -> Iterator[Change]:
-        if isinstance(node, ast.Compare):
-            if len(node.ops) == 1 and not isinstance(
-                node.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)
-            ):
-                at = self.between(node.left, node.comparators[0], "<=|>=|==|!=|<|>")
-                yield *at, "comparison", FLIPS[self.text[slice(*at)]]
-        elif isinstance(node, ast.UnaryOp):
-            inner = node.operand
-            floors = isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.FloorDiv)
-            if floors and isinstance(inner.left, ast.UnaryOp):
-                floor = f"({self.said(inner.left.operand)} // {self.said(inner.right)})"
-                yield *self.span(node), "dropped tail", floor
-        elif isinstance(node.op, (ast.Add, ast.Sub)):
-            at = self.between(node.left, node.right, r"[+-]")
-            yield *at, "sign", "-" if isinstance(node.op, ast.Add) else "+"
-            if isinstance(node.right, ast.Constant) and node.right.value == 1:
-                yield self.span(node.left)[1], self.span(node.right)[1], "off by one", ""
-        elif isinstance(node.op, ast.Mult) and "stride" in self.said(node.right):
-            yield self.span(node.left)[1], self.span(node.right)[1], "stride", ""
-
-
-def of_python(text: str, spared: frozenset[str]) -> Iterator[Change]:
-    """Yield (start, stop, operator, replacement) for each place of a module that may be wrong."""
-    source = Source(text, spared)
-    for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield from source.changes(node)
 
 
 C_RULES = (
@@ -158,15 +78,49 @@ C_RULES = (
     (r"(?m)^ +(std::lock_guard.* lock\(.*\)|of->\w+\.wait\(.*\));$", "barrier", lambda m: ""),
     (r"(?m)^ +[\w.\->\[\]]+ [+|]?= [^;{}]*;$", "stale", lambda m: ""),
 )
+C_WORDS = re.compile(r"//.*|^ *#.*|\"[^\"\n]*\"|^.*(template|static_assert).*", re.MULTILINE)
+ARGUMENT = r"(?:[^(),]|\((?:[^()]|\([^()]*\))*\))+"
+BOUNDS, NEXT = "|".join(SWAPS), rf"(?:,(?! \w+=){ARGUMENT})+"
+PYTHON_RULES = (
+    (r"(?<= )(<=|>=|<|>|==|!=)(?=\s)", "comparison", lambda m: FLIPS[m[1]]),
+    (r" [+-] 1\b(?![.\d])", "off by one", lambda m: ""),
+    (r"(?<=\s)([+-])(?= )", "sign", lambda m: "-" if m[1] == "+" else "+"),
+    (rf"\b({BOUNDS})(?=\({ARGUMENT}{NEXT}\))", "bound", lambda m: SWAPS[m[1]]),
+    (rf"(?<![\w.])(?=([\w.]*\b(?:{BOUNDS})\(({ARGUMENT}){NEXT}\)))", "dropped bound",
+     lambda m: m[2].strip()),
+    (rf"-\(-({ARGUMENT}) // ({ARGUMENT})\)", "dropped tail", lambda m: f"({m[1]} // {m[2]})"),
+    (r"\b(and|or)\b", "condition", lambda m: "or" if m[1] == "and" else "and"),
+    (r" \* [\w.]*stride[\w.]*(\([^()]*\))?", "stride", lambda m: ""),
+    # Of an attribute, an item, or by an operator; what goes on in the next line is left alone.
+    (r"(?m)(?<=    )(\w+(\.\w+|\[[^=\n]*\])+ |\w+ (?!=))[^\w\s=<>!]{0,2}= .*[^(\[{,\n]$", "stale",
+     lambda m: "pass"),
+)  # fmt: skip
 
 
-def of_c(text: str) -> Iterator[Change]:
-    """Yield the same of a C++ source, by its lines: there is no parser of it in the library."""
-    code = re.sub(r"//.*|^ *#.*|\"[^\"\n]*\"|^.*(template|static_assert).*", lambda m: " " * len(m[0]),
-                  text, flags=re.MULTILINE)  # fmt: skip
-    for pattern, operator, change in C_RULES:
+def blanked(text: str, spared: frozenset[str]) -> str:
+    """Return a module's text with blanks in place of words, comments, and functions that are spared."""
+    lines = text.splitlines(keepends=True)
+    starts = [0, *accumulate(map(len, lines))]
+    tokens = tokenize.generate_tokens(iter(lines).__next__)
+    words = [t for t in tokens if t.type in (tokenize.STRING, tokenize.COMMENT)]
+    gone = [(word.start, word.end) for word in words if " " in word.string]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name in spared:
+            gone.append(((node.lineno, 0), (node.end_lineno or 0, 0)))
+    for (line, column), (last, stop) in gone:
+        begin, end = starts[line - 1] + column, starts[last - 1] + stop
+        text = text[:begin] + re.sub(r"[^\n]", " ", text[begin:end]) + text[end:]
+    return text
+
+
+def changes(path: str, text: str, spared: frozenset[str]) -> Iterator[tuple[int, int, str, str]]:
+    """Yield (start, stop, operator, replacement) for each place of a source that may be wrong."""
+    python = path.endswith(".py")
+    code = blanked(text, spared) if python else C_WORDS.sub(lambda m: " " * len(m[0]), text)
+    for pattern, operator, change in PYTHON_RULES if python else C_RULES:
         for match in re.finditer(pattern, code):
-            yield match.start(), match.end(), operator, change(match)
+            place = match.span() if match[0] else match.span(1)  # ahead: it may lie in another
+            yield *place, operator, change(match)
 
 
 def mutants(name: str) -> list[tuple[Mutant, str]]:
@@ -174,8 +128,7 @@ def mutants(name: str) -> list[tuple[Mutant, str]]:
     target, found = TARGETS[name], []
     for path in target.files:
         text = (ROOT / path).read_text()
-        changes = of_python(text, target.spared) if path.endswith(".py") else of_c(text)
-        found += [(Mutant(name, path, *change), text) for change in changes]
+        found += [(Mutant(name, path, *c), text) for c in changes(path, text, target.spared)]
     random.Random(name).shuffle(found)
     return found
 
@@ -296,9 +249,8 @@ def work(place: Path, tasks: Any, results: Any, machine: Machine) -> None:
 
 def score(rows: list[dict[str, Any]]) -> None:
     """Print how many of each target's mutants were noticed, then which live without a reason."""
-    print(
-        "| target | mutants | killed | equivalent, by argument | survived |\n| - | - | - | - | - |"
-    )
+    print("| target | mutants | killed | equivalent, by argument | survived |")
+    print("| - | - | - | - | - |")
     rows = [row for row in rows if row["outcome"] != "invalid"]
     for name in [*dict.fromkeys(row["target"] for row in rows), "all"]:
         mine = [row for row in rows if name in ("all", row["target"])]
@@ -307,16 +259,9 @@ def score(rows: list[dict[str, Any]]) -> None:
             f"| {name} | {len(mine)} | {kinds['killed'] + kinds['hung']} | {kinds['equivalent']} | "
             f"{kinds['survived']} |"
         )
-    for row in rows:
-        if lives(row):
-            print(
-                row["id"],
-                f"{row['path']}:{row['line']}",
-                row["operator"],
-                row["of"],
-                "->",
-                row["after"],
-            )
+    for row in filter(lives, rows):
+        where = f"{row['id']} {row['path']}:{row['line']}"
+        print(where, row["operator"], row["of"], "->", row["after"])
 
 
 def lives(row: dict[str, Any] | None) -> bool:
@@ -402,11 +347,7 @@ def main() -> None:
         score([*rows.values()])
         return
     args.out = args.out.resolve()
-    if not args.commit:
-        words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        args.commit = subprocess.run(
-            words, text=True, capture_output=True, check=True
-        ).stdout.strip()
+    args.commit = args.commit or current_commit()
     names = args.only.split(",") if args.only else [*TARGETS]
     # Kernels are interpreted, whatever the machine has.
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",

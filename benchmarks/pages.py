@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from polyattn.errors import DeviceError
 from polyattn.registry.devices import resolve_device
 from polyattn.selection.prediction import kind_of_step
 from polyattn.selection.step_choice import step_choice
+from rows import current_commit
 from suites import NAMES
 from table import BEST, Row
 
@@ -67,16 +67,6 @@ def about(device: torch.device, commit: str = "") -> dict[str, Any]:
         else torch.cuda.get_device_name(device),
         "versions": versions,
     }  # fmt: skip
-
-
-def current_commit() -> str:
-    """Return the commit that is checked out, with `+` where files have changed since."""
-    git = ["git", "-C", str(RESULTS)]
-    done = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
-    if done.returncode:
-        return "unknown"
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True)
-    return done.stdout.strip() + "+" * bool(changed.returncode)
 
 
 def judged(row: Row, times: dict[str, float]) -> tuple[float | None, bool | None]:

@@ -15,10 +15,8 @@ import argparse
 import fcntl
 import json
 import math
-import os
 import platform
 import random
-import subprocess
 import sys
 import time
 from datetime import date
@@ -30,6 +28,7 @@ from polyattn import Device, __version__, discover, resolve_device
 from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability, build_here
+from rows import current_commit
 
 
 def backends(device: Device) -> list[str]:
@@ -40,14 +39,6 @@ def backends(device: Device) -> list[str]:
         if {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys()
         and availability(info, 60.0) is None
     ]
-
-
-def revision() -> str:
-    """Return the commit that runs, with a + where files differ from it: `COMMIT` where no git is."""
-    here = Path(__file__).parent
-    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or os.environ.get("COMMIT", "")
 
 
 def piece(name: str, device: Device, count: int) -> dict[str, Any]:
@@ -61,7 +52,7 @@ def piece(name: str, device: Device, count: int) -> dict[str, Any]:
         "worst_of_tolerance": round(tally.worst, 4), "where": tally.where,
         "cpu_s": round(time.process_time() - before, 1), "wall_s": round(time.time() - began, 1),
     }  # fmt: skip
-    row["revision"] = revision()
+    row["revision"] = current_commit()
     return row | ({"failures": tally.failures} if tally.failed else {})
 
 

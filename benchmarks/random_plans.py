@@ -17,11 +17,10 @@ import os
 import platform
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,11 +29,12 @@ from polyattn import Batch, Device, LayerGroup, LayerSpec, SparseSpec, __version
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
 from polyattn.families.mla import planning as mla_planning
-from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.kernel import LatentSpec
 from polyattn.runtime.plan_checks import check_calls, check_plan
-from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.selection.cache_format import format_of
 from polyattn.workload.dice import Dice
-from random_batches import revision
+from polyattn.workload.steps import drawn_forest, share_blocks
+from rows import current_commit
 
 CPU = Device("cpu", platform.machine(), torch_device="cpu")
 CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
@@ -42,9 +42,12 @@ CHIPS = (("sm_90", 132), ("sm_80", 108), ("gfx942", 304), ("sm_90", 4))
 PIECE = 200
 """Plans of one layer."""
 LONGEST = 6000
+BLOCKS = (16, 64, 1, 48)
 FORMATS = ("int4", "nvfp4", "mxfp4/kivi4", "turboquant4", "e4m3_rows", "int8_rows")
+LEVELS = ("batch", "steps", "calls")
 LATENT = LatentSpec(rank=64, rope_head_size=16)
 
+Rows = list[tuple[int, int]]
 Drawn = tuple[Any, Callable[[Dice], Batch]]
 """A backend, and what draws its steps."""
 
@@ -64,14 +67,7 @@ def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
     return LayerSpec(**({"head_size": 64, "dtype": "bfloat16"} | values | changes))
 
 
-def form_of(spec: LayerSpec, dice: Dice) -> CacheFormat:
-    return CacheFormat(
-        block_size=dice.choice((16, 64, 1, 48)), num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size, v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
-    )  # fmt: skip
-
-
-def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> list[tuple[int, int]]:
+def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> Rows:
     """Draw a step. `decodes`: 0 any queries, 1 single tokens, else up to so many."""
     count = dice.choice((1, 1, 2, 3, 5, 8, 13, 64))
     if dice.integer(0, 2):
@@ -92,34 +88,44 @@ def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> list[tup
     return [(q if n else min(q, 1), n) for q, n in rows]
 
 
-def batch_of(rows: list[tuple[int, int]], block: int, **more: Any) -> Batch:
+def batch_of(rows: Rows, block: int, dice: Dice | None = None) -> Batch:
+    """Return a step of these lengths.
+
+    With `dice` its blocks are in any order, and every third sequence begins with another's.
+    """
     width = max(1, max(-(-n // block) for _, n in rows))
     table = torch.zeros(len(rows), width, dtype=torch.int32)
-    return Batch([0, *accumulate(q for q, _ in rows)], [n for _, n in rows], table, **more)
+    if dice is not None:
+        table = dice.order(table.numel()).int().view(table.shape)
+        table[2::3, :2] = table[0, :2]
+    return Batch([0, *accumulate(q for q, _ in rows)], [n for _, n in rows], table)
+
+
+def drawn(
+    backend: Any, decodes: int, rows_of: Callable[[Rows], Rows] = list, shuffled: bool = False
+) -> Drawn:
+    """Return a backend, and what draws its steps: `decodes` as of `lengths`, `shuffled` blocks."""
+    package = type(backend).__module__.partition(".")[0]
+
+    def step(dice: Dice) -> Batch:
+        rows = rows_of(lengths(dice, package, backend.spec, decodes))
+        return batch_of(rows, backend.cache.block_size, dice if shuffled else None)
+
+    return backend, step
 
 
 def native(dice: Dice, **changes: Any) -> Drawn:
     from polyattn_cpu.native.attention import NativeAttention
 
     spec = layer(dice, **({"dtype": "float32"} | changes))
-    form = form_of(spec, dice)
+    form = format_of(spec, CPU, "NHD", dice.choice(BLOCKS))
+    backend, draw = drawn(NativeAttention(spec, form, CPU), 0)
 
     def step(dice: Dice) -> Batch:
         torch.set_num_threads(dice.choice((1, 2, 5, 16)))
-        return batch_of(lengths(dice, "polyattn_cpu", spec, 0), form.block_size)
+        return draw(dice)
 
-    return NativeAttention(spec, form, CPU), step
-
-
-def native_invariant(dice: Dice) -> Drawn:
-    """Steps that are planned whatever else is in them, at each level of that."""
-    return native(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
-
-
-def native_formats(dice: Dice) -> Drawn:
-    return native(
-        dice, kv_cache_dtype=dice.choice(FORMATS), dtype=dice.choice(("float32", "bfloat16"))
-    )
+    return backend, step
 
 
 def latents(dice: Dice) -> LayerSpec:
@@ -130,71 +136,43 @@ def latents(dice: Dice) -> LayerSpec:
     )  # fmt: skip
 
 
-def triton_formats(dice: Dice) -> Drawn:
-    """Steps over rows of bytes: on Hopper some decodes are `hopper.packed`'s."""
-    return triton(dice, kv_cache_dtype=dice.choice(FORMATS))
-
-
-def latent_form(dice: Dice) -> CacheFormat:
-    return CacheFormat(
-        block_size=dice.choice((16, 64)), num_kv_heads=1, head_size=LATENT.size,
-        v_head_size=LATENT.rank, dtype="bfloat16",
-    )  # fmt: skip
-
-
 def native_mla(dice: Dice) -> Drawn:
     from polyattn_cpu.native.attention import NativeMLA
 
-    spec, form = latents(dice), latent_form(dice)
-
-    def step(dice: Dice) -> Batch:
-        return batch_of(lengths(dice, "polyattn_cpu", spec, 4), form.block_size)
-
-    return NativeMLA(spec, form, CPU), step
+    spec = latents(dice)
+    return drawn(NativeMLA(spec, format_of(spec, CPU, "NHD", dice.choice(BLOCKS[:2])), CPU), 4)
 
 
-def on_chip(stack: ExitStack, sms: int) -> None:
-    """Have Triton's planners take this machine for a chip with so many multiprocessors."""
-    from polyattn_triton import mla, planning, prefix
-    from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
-
-    def hopper(spec: LayerSpec, arch: str, _: Any, generated: Any) -> HopperPrefill | None:
-        config = hopper_config(spec, arch, generated)
-        return config and HopperPrefill(spec, config, sms, 35 << 20, generated)
-
-    for module in (planning, mla):
-        stack.enter_context(patch.object(module, "multiprocessors", lambda device: sms))
-    for module in (planning, mla, prefix):
-        stack.enter_context(patch.object(module, "fitting", lambda device, needed, most: most))
-    stack.enter_context(patch.object(planning, "hopper_prefill", hopper))
-
-
-def triton(dice: Dice, **changes: Any) -> Drawn:
-    from polyattn_triton.attention import TritonAttention
+def on_chip(kind: Callable[..., Any], spec: LayerSpec, dice: Dice) -> Any:
+    """Return one of Triton's backends that takes this machine for a GPU."""
+    from polyattn_triton import launch
 
     arch, sms = dice.choice(CHIPS)
-    spec = layer(dice, head_size=dice.choice((64, 128)), **changes)
-    form, decodes = form_of(spec, dice), dice.choice((0, 0, 1, 1, 16))
-    if spec.graph_capture:
-        decodes = 1
-    with ExitStack() as stack:
-        on_chip(stack, sms)
-        backend = TritonAttention(spec, form, Device("cuda", arch, torch_device="cpu"))
+    form = format_of(spec, CPU, "NHD", dice.choice(BLOCKS[:2] if spec.latent else BLOCKS))
+    facts = SimpleNamespace(
+        multi_processor_count=sms, shared_memory_per_multiprocessor=1 << 30,
+        shared_memory_per_block=1 << 30, L2_cache_size=50 << 20,
+    )  # fmt: skip
+    with patch.object(launch, "facts", lambda device: facts):
+        return kind(spec, form, Device("cuda", arch, torch_device="cpu"))
 
-    def step(dice: Dice) -> Batch:
-        return batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
 
-    return backend, step
+def triton(dice: Dice, windows: bool = True, **changes: Any) -> Drawn:
+    from polyattn_triton.attention import TritonAttention
+
+    spec = layer(dice, windows, head_size=dice.choice((64, 128)), **changes)
+    decodes = 1 if spec.graph_capture else dice.choice((0, 0, 1, 1, 16))
+    return drawn(on_chip(TritonAttention, spec, dice), decodes)
 
 
 def captured(dice: Dice) -> Drawn:
     """Steps of one size, planned into the buffers of the first."""
     backend, _ = triton(dice, graph_capture="single_token_decode")
-    count, spec, size = dice.choice((1, 3, 8, 64)), backend.spec, backend.cache.block_size
+    count, size = dice.choice((1, 3, 8, 64)), backend.cache.block_size
     table = torch.zeros(count, -(-2 * LONGEST // size), dtype=torch.int32)
 
     def step(dice: Dice) -> Batch:
-        rows = lengths(dice, "polyattn_triton", spec, 1) * count
+        rows = lengths(dice, "polyattn_triton", backend.spec, 1) * count
         return Batch(list(range(count + 1)), [n for _, n in rows[:count]], table)
 
     return backend, step
@@ -202,32 +180,10 @@ def captured(dice: Dice) -> Drawn:
 
 def invariant(dice: Dice) -> Drawn:
     """Steps of several launches, which are planned whatever else is in the step."""
-    backend, step = triton(dice, batch_invariant=dice.choice(("batch", "steps", "calls")))
+    backend, step = triton(dice, batch_invariant=dice.choice(LEVELS))
     if not dice.integer(0, 3):  # so little room that a class has launches of its own
         backend.room = 1 << 20
     return backend, step
-
-
-def forest(dice: Dice, count: int) -> tuple[Levels, list[int]]:
-    """Draw a forest over rows of the batch, and the blocks that each row's runs end with."""
-    levels: list[tuple[SharedRun, ...]] = []
-    groups, ends = [list(range(count))], [0] * count
-    while groups and len(levels) < 5:
-        runs: list[SharedRun] = []
-        for rows in groups:
-            labels = dice.integers(0, 3, len(rows))
-            for label in (0, 1):  # what has label 2 goes on alone
-                chosen = [row for row, mine in zip(rows, labels, strict=True) if mine == label]
-                if len(chosen) > 1:
-                    runs.append(SharedRun(tuple(chosen), ends[chosen[0]], dice.integer(1, 60)))
-        if not runs:
-            break
-        for run in runs:
-            for row in run.rows:
-                ends[row] = run.first + run.count
-        groups = [list(run.rows) for run in runs]
-        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
-    return tuple(levels), ends
 
 
 def prefixes(dice: Dice) -> Drawn:
@@ -237,15 +193,12 @@ def prefixes(dice: Dice) -> Drawn:
 
     def step(dice: Dice) -> Batch:
         count = fixed if capture else dice.integer(2, 41)
-        levels, ends = forest(dice, count)
+        levels, ends = drawn_forest(count, dice.integer)
         lens = [e * size + (dice.integer(0, 900) or bool(e)) for e in ends]
         table = torch.arange(count * 400, dtype=torch.int32).view(count, 400)
         if capture:
             table = torch.cat([table, table[:, :0].new_zeros(count, 400)], 1)
-        for level in levels:
-            for run in level:
-                blocks = slice(run.first, run.first + run.count)
-                table[list(run.rows), blocks] = table[run.rows[0], blocks].clone()
+        share_blocks(table, levels)
         lens = [min(n, 400 * size) for n in lens]
         return Batch(list(range(count + 1)), lens, table, shared_prefix=levels or None)
 
@@ -255,17 +208,14 @@ def prefixes(dice: Dice) -> Drawn:
 def triton_mla(dice: Dice, **fields: Any) -> Drawn:
     from polyattn_triton.mla import TritonMLA
 
-    arch, sms = dice.choice(CHIPS)
     if not dice.integer(0, 4):
         fields.setdefault("graph_capture", "single_token_decode")
-    spec, form = latents(dice).replace(**fields), latent_form(dice)
+    spec = latents(dice).replace(**fields)
     decodes = 1 if fields or not dice.integer(0, 3) else 4
-    with ExitStack() as stack:
-        on_chip(stack, sms)
-        backend = TritonMLA(spec, form, Device("cuda", arch, torch_device="cpu"))
+    backend, draw = drawn(on_chip(TritonMLA, spec, dice), decodes)
 
     def step(dice: Dice) -> Batch:
-        batch = batch_of(lengths(dice, "polyattn_triton", spec, decodes), form.block_size)
+        batch = draw(dice)
         return batch.over_context() if decodes > 1 and not dice.integer(0, 4) else batch
 
     return backend, step
@@ -297,60 +247,29 @@ def triton_sparse(dice: Dice) -> Drawn:
     """Tokens that attend to chosen keys: to the checker, short sequences."""
     from polyattn_triton.mla import TritonMLASparse
 
-    arch, sms = dice.choice(CHIPS)
-    dense, form = latents(dice), latent_form(dice)
     sparse = SparseSpec(budget=dice.choice((1, 17, 64, 512, 2048)))
-    spec = dense.replace(kind="sparse_mla", sparse=sparse)
-    with ExitStack() as stack:
-        on_chip(stack, sms)
-        backend = TritonMLASparse(spec, form, Device("cuda", arch, torch_device="cpu"))
-
-    def step(dice: Dice) -> Batch:
-        rows = lengths(dice, "polyattn_triton", dense, 4)
-        return batch_of([(max(q, 1), max(q, n, 1)) for q, n in rows], form.block_size)
-
-    return backend, step
-
-
-def distinct(rows: list[tuple[int, int]], block: int, dice: Dice) -> Batch:
-    """Return a step whose blocks are in any order; every third sequence begins with another's blocks."""
-    batch = batch_of(rows, block)
-    table = batch.host_block_table
-    assert table is not None
-    table[:] = dice.order(table.size).numpy().reshape(table.shape)
-    table[2::3, :2] = table[0, :2]
-    return Batch(batch.host_starts.tolist(), batch.lens, torch.from_numpy(table))
+    spec = latents(dice).replace(kind="sparse_mla", sparse=sparse)
+    backend = on_chip(TritonMLASparse, spec, dice)
+    return drawn(backend, 4, lambda rows: [(max(q, 1), max(q, n, 1)) for q, n in rows])
 
 
 def pallas(dice: Dice) -> Drawn:
     from polyattn_tpu.backends import PallasAttention
     from polyattn_tpu.buckets import Buckets
 
-    spec = layer(dice, head_size=128)
-    form = form_of(spec, dice)
-    backend = PallasAttention(spec, form, Device("tpu", "v6e", torch_device="cpu"))
+    spec, device = layer(dice, head_size=128), Device("tpu", "v6e", torch_device="cpu")
+    backend = PallasAttention(spec, format_of(spec, device, "NHD", dice.choice(BLOCKS)), device)
     backend.buckets = Buckets(pages=1 << 19)  # for blocks of one token
-    decodes = dice.choice((0, 0, 1))
-
-    def step(dice: Dice) -> Batch:
-        return distinct(lengths(dice, "polyattn_tpu", spec, decodes), form.block_size, dice)
-
-    return backend, step
+    return drawn(backend, dice.choice((0, 0, 1)), shuffled=True)
 
 
 def hpu(dice: Dice) -> Drawn:
     from polyattn_hpu.attention import UnifiedAttention
 
-    spec = layer(dice, head_size=128)
-    form = form_of(spec, dice)
-    backend = UnifiedAttention(spec, form, Device("hpu", "gaudi3", torch_device="cpu"))
+    spec, device = layer(dice, head_size=128), Device("hpu", "gaudi3", torch_device="cpu")
+    backend = UnifiedAttention(spec, format_of(spec, device, "NHD", dice.choice(BLOCKS)), device)
     decodes = dice.choice((0, 1, 16))
-
-    def step(dice: Dice) -> Batch:
-        rows = lengths(dice, "polyattn_hpu", spec, decodes)[:8]
-        return distinct([(q, min(n, 2000 + q)) for q, n in rows], form.block_size, dice)
-
-    return backend, step
+    return drawn(backend, decodes, lambda rows: [(q, min(n, 2000 + q)) for q, n in rows[:8]], True)
 
 
 class Apart(NamedTuple):
@@ -375,21 +294,23 @@ def by_phase(dice: Dice) -> Drawn:
 
     def step(dice: Dice) -> Batch:
         rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
-        return distinct(rows, 16, dice)
+        return batch_of(rows, 16, dice)
 
     return Apart(group, row * dice.choice((2000, 9000, 50000))), step
 
 
 KINDS: dict[str, Callable[[Dice], Drawn]] = {
     "NATIVE_ATTN": native,
-    "NATIVE_ATTN, invariant": native_invariant,
-    "NATIVE_ATTN, row formats": native_formats,
+    "NATIVE_ATTN, invariant": lambda dice: native(dice, batch_invariant=dice.choice(LEVELS)),
+    "NATIVE_ATTN, row formats": lambda dice: native(
+        dice, kv_cache_dtype=dice.choice(FORMATS), dtype=dice.choice(("float32", "bfloat16"))
+    ),
     "NATIVE_MLA": native_mla,
     "TRITON_ATTN": triton,
     "TRITON_ATTN, captured": captured,
     "TRITON_ATTN, shared prefixes": prefixes,
     "TRITON_ATTN, invariant": invariant,
-    "TRITON_ATTN, row formats": triton_formats,
+    "TRITON_ATTN, row formats": lambda dice: triton(dice, kv_cache_dtype=dice.choice(FORMATS)),
     "TRITON_MLA": triton_mla,
     "TRITON_MLA, captured": mla_captured,
     "TRITON_MLA_SPARSE": triton_sparse,
@@ -439,7 +360,7 @@ def share(count: int) -> None:
         took = [0.0, 0.0]
         for step in range(count):
             rows = [(q or 1, max(q, n, 1)) for q, n in lengths(dice, "polyattn_cpu", spec, 0)]
-            form = distinct(rows, 16, dice)
+            form = batch_of(rows, 16, dice)
             for at in (0, 1) if step % 2 else (1, 0):
                 group = groups[at]
                 batch = Batch(form.host_starts.tolist(), form.lens, form.block_table)
@@ -454,10 +375,9 @@ def share(count: int) -> None:
         )
 
 
-def kinds_of(only: str | None) -> Iterator[str]:
-    for kind in KINDS:
-        if only is None or kind in only.split(";"):
-            yield kind
+def one(job: tuple[str, int]) -> tuple[str, int, list[str]]:
+    """Plan a piece of a kind, from a seed."""
+    return job[0], *piece(*job)
 
 
 def main() -> None:
@@ -475,48 +395,33 @@ def main() -> None:
         return
     held = json.loads(args.out.read_text()) if args.out.exists() else {"kinds": {}, "revisions": {}}
     rows, revisions = held["kinds"], held["revisions"]
-    for kind in kinds_of(args.only):
+    kinds = args.only.split(";") if args.only else [*KINDS]
+    for kind in kinds:
         rows.setdefault(kind, {"plans": 0, "layers": 0, "wrong": 0, "examples": []})
-    saved = time.monotonic()
-    for kind, checked, failed in pieces(rows, [*kinds_of(args.only)], args):
-        row = rows[kind]
-        row["plans"] += checked
-        row["layers"] += 1
-        row["wrong"] += len(failed)
-        row["examples"] = (row["examples"] + failed)[:5]
-        if time.monotonic() > saved + 10:
-            saved = time.monotonic()
-            save(args, rows, revisions)
+    left = args.plans - sum(rows[kind]["plans"] for kind in kinds)
+    turns = range(-(-left // (PIECE * len(kinds))))
+    jobs = [(kind, rows[kind]["layers"] + turn) for turn in turns for kind in kinds]
+    end, saved = time.monotonic() + args.seconds, time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,)) as pool:
+        for kind, checked, failed in pool.imap(one, jobs):
+            row = rows[kind]
+            row["plans"] += checked
+            row["layers"] += 1
+            row["wrong"] += len(failed)
+            row["examples"] = (row["examples"] + failed)[:5]
+            if time.monotonic() > end:
+                break
+            if time.monotonic() > saved + 10:
+                saved = time.monotonic()
+                save(args, rows, revisions)
     save(args, rows, revisions)
     for kind, row in rows.items():
         print(kind, {name: value for name, value in row.items() if name != "examples"})
     sys.exit(any(row["wrong"] for row in rows.values()))
 
 
-def pieces(
-    rows: dict[str, Any], kinds: list[str], args: argparse.Namespace
-) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield what each piece of plans came to, of the kind next that has the fewest."""
-    end, flying = time.monotonic() + args.seconds, deque[tuple[str, Any]]()
-    seeds = {kind: rows[kind]["layers"] for kind in kinds}
-    with multiprocessing.get_context("spawn").Pool(args.jobs, torch.set_num_threads, (1,)) as pool:
-        while True:
-            waiting = Counter(kind for kind, _ in flying)
-            plans = {kind: rows[kind]["plans"] + PIECE * waiting[kind] for kind in kinds}
-            more = time.monotonic() < end and sum(plans.values()) < args.plans
-            if more and len(flying) < 2 * args.jobs:
-                kind = min(kinds, key=plans.__getitem__)
-                flying.append((kind, pool.apply_async(piece, (kind, seeds[kind]))))
-                seeds[kind] += 1
-            elif flying:
-                kind, result = flying.popleft()
-                yield kind, *result.get()
-            else:
-                return
-
-
 def save(args: argparse.Namespace, rows: dict[str, Any], revisions: dict[str, int]) -> None:
-    now = args.commit or revision()
+    now = args.commit or current_commit()
     before = sum(count for name, count in revisions.items() if name != now)
     revisions[now] = sum(row["plans"] for row in rows.values()) - before
     found = {

@@ -35,7 +35,7 @@ from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.workload.dice import Dice
-from random_batches import revision
+from rows import current_commit
 
 DRAWN = {
     "regrouped": (1, 1),
@@ -119,24 +119,15 @@ def one(job: Job) -> dict[str, Any]:
 
 def parts_of(args: argparse.Namespace) -> list[Job]:
     """Return what is to run: every case's first part, then every case's second."""
-    parts = []
+    parts: list[Job] = []
     for backend in args.backends:
         cases = cases_of(backend, args.device)
         count = Counter(case.check for case in cases)
         for index, case in enumerate(cases):
-            if args.only in case.id:
-                draws = -(-args.draws // count[case.check])
-                parts += [
-                    (
-                        backend,
-                        args.device,
-                        index,
-                        min(args.part, draws - done),
-                        args.seed + place,
-                        args.step,
-                    )
-                    for place, done in enumerate(range(0, draws, args.part))
-                ]
+            draws = -(-args.draws // count[case.check]) if args.only in case.id else 0
+            for place, done in enumerate(range(0, draws, args.part)):
+                some, seed = min(args.part, draws - done), args.seed + place
+                parts.append((backend, args.device, index, some, seed, args.step))
     return sorted(parts, key=lambda part: part[4])
 
 
@@ -159,7 +150,7 @@ def main() -> None:
     parser.add_argument("--commit", help="where there is no git")
     args = parser.parse_args()
     end, parts = time.monotonic() + args.seconds, parts_of(args)
-    where = {"revision": args.commit or revision(), "machine": str(resolve_device(args.device)),
+    where = {"revision": args.commit or current_commit(), "machine": str(resolve_device(args.device)),
              "python": platform.python_version(), "torch": torch.__version__}  # fmt: skip
     failed = 0
     workers = multiprocessing.get_context("spawn").Pool(

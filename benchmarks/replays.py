@@ -11,17 +11,18 @@ the call stands for its graph.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import build, captured
 from pages import about, suite
-from polyattn.errors import PolyattnError, SelectionError
+from polyattn.errors import SelectionError
 from polyattn.families.sparse.index_workload import IndexWorkload
 from polyattn.families.sparse.workload import whole_choice
+from rows import Rows
 from table import Row
 
 
@@ -54,6 +55,8 @@ def replays(row: Row, device: torch.device, count: int, shrink: int) -> dict[str
         waited = waits(work.call, on_gpu)
         tally["waits"] += waited
         tally["different"] += waited or not torch.equal(given, out_of(work))
+    if on_gpu:
+        torch.cuda.empty_cache()
     return tally
 
 
@@ -105,19 +108,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {}
-    rows = [row for row in suite("sparse") if all(query == 1 for query, _ in row.lengths())]
-    for row in (row for row in rows if given.rows in row.name):
-        try:
-            found[row.name] = replays(row, device, given.count, given.shrink)
-        except (PolyattnError, RuntimeError) as error:
-            found[row.name] = {"cannot": str(error).splitlines()[0][:160]}
-        print(f"{row.name:44} {json.dumps(found[row.name])}", flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if given.out is not None:
-        record = about(device, given.commit) | {"replays": given.count, "rows": found}
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    rows = Rows(float("inf"))
+    for row in suite("sparse"):
+        if given.rows in row.name and all(query == 1 for query, _ in row.lengths()):
+            rows.add(row.name, partial(replays, row, device, given.count, given.shrink))
+    rows.finish(given.out, about(device, given.commit) | {"replays": given.count})
 
 
 if __name__ == "__main__":

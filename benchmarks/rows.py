@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def current_commit() -> str:
+    """Return the commit that runs, with a + where files differ from it: `COMMIT` where no git is."""
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    here = Path(__file__).parent
+    found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or os.environ.get("COMMIT", "")
 
 
 class Rows:

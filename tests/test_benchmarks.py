@@ -137,7 +137,7 @@ def test_list_prints_every_row(
 
 def test_results_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "chip.jsonl"
-    words = ["host", "--device", "cpu", "--rows", "a plan: 256 uneven", "--against", "none",
+    words = ["host", "--device", "cpu", "--rows", "a plan: one token after 16", "--against", "none",
              "--out", str(out), "--commit", "1234567"]  # fmt: skip
     for lines in (1, 2):
         monkeypatch.setattr(sys, "argv", ["run.py", *words])

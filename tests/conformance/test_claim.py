@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,6 @@ FLOATS = {"bfloat16", "float16", "float32", "float64"}
 ROLES = {"decoder", "encoder", "encoder_only", "cross"}
 MASKED = {"causal", "non_causal", "sliding_window", "window_right", "chunked", "sink_tokens"}
 LAYOUTS = {"NHD", "HND", "contiguous"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Hundreds of small cases: threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

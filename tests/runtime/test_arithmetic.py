@@ -16,7 +16,7 @@ import pytest
 import torch
 from polyattn import Device, LayerSpec, SparseSpec
 from polyattn.errors import PluginError
-from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.kernel import LatentSpec
 from polyattn.runtime.plan_checks import check_plan
 from polyattn.runtime.reads import shows
 from polyattn_cpu.native import library
@@ -192,10 +192,7 @@ def latents(topk: int | None) -> Any:
         v_head_size=32, dtype="bfloat16", latent=LatentSpec(rank=64, rope_head_size=16),
         sparse=SparseSpec(budget=topk) if topk else None,
     )  # fmt: skip
-    form = CacheFormat(
-        block_size=16, num_kv_heads=1, head_size=80, v_head_size=64, dtype="bfloat16"
-    )
-    return (TritonMLASparse if topk else TritonMLA)(spec, form, H200)
+    return (TritonMLASparse if topk else TritonMLA)(spec, form_of(spec), H200)
 
 
 def test_a_wrong_plan_over_chosen_keys_is_told() -> None:

@@ -57,12 +57,9 @@ def packed(query, key, value, scale, query_start_loc, key_start_loc, out):  # ty
     ids=["SMALLEST", "DECODES", "PACKED"],
 )
 def registered(request: pytest.FixtureRequest) -> Iterator[Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     polyattn.register(request.param)
     yield request.param
     polyattn.unregister(request.param.__name__)
-    torch.set_num_threads(threads)
 
 
 def test_it_passes_the_kit_and_is_selected(registered: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from chips import h200
 from polyattn import Batch, Device, LayerGroup, LayerSpec
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.errors import PluginError
@@ -22,7 +22,9 @@ from polyattn.runtime import plan_checks
 from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
 from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.selection.cache_format import format_of
 from polyattn.workload.dice import Dice
+from polyattn.workload.steps import share_blocks
 from polyattn_cpu.native import library
 
 H200 = Device("cuda", "sm_90", torch_device="cpu")
@@ -31,13 +33,7 @@ needs_native = pytest.mark.skipif(library.why_not() is not None, reason="no nati
 
 
 def form_of(spec: LayerSpec) -> CacheFormat:
-    return CacheFormat(
-        block_size=16,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=64,
-        v_head_size=64,
-        dtype=spec.dtype,
-    )
+    return format_of(spec, H200, "NHD", 16)
 
 
 def step_of(queries: list[int], lens: list[int], **more: Any) -> Batch:
@@ -48,19 +44,10 @@ def step_of(queries: list[int], lens: list[int], **more: Any) -> Batch:
 def triton(spec: LayerSpec = BASE, sms: int = 16) -> Any:
     """TRITON_ATTN, as it plans on a small chip of Hopper's generation."""
     pytest.importorskip("triton")
-    from polyattn_triton import planning, prefix
+    from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
-    from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 
-    def hopper(spec: LayerSpec, arch: str, _: Any, own: Any) -> Any:
-        config = hopper_config(spec, arch, own)
-        return config and HopperPrefill(spec, config, sms, 35 << 20, own)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(planning, "multiprocessors", lambda device: sms))
-        for module in (planning, prefix):
-            stack.enter_context(patch.object(module, "fitting", lambda device, needed, most: most))
-        stack.enter_context(patch.object(planning, "hopper_prefill", hopper))
+    with patch.object(launch, "facts", h200(sms, shared=1 << 30)):
         return TritonAttention(spec, form_of(spec), H200)
 
 
@@ -75,10 +62,7 @@ def shared() -> Batch:
     batch = step_of([1] * 4, [1000, 900, 1000, 77], shared_prefix=levels)
     table = batch.block_table
     assert table is not None
-    for level in levels:
-        for run in level:
-            blocks = slice(run.first, run.first + run.count)
-            table[list(run.rows), blocks] = table[run.rows[0], blocks].clone()
+    share_blocks(table, levels)
     return batch
 
 

@@ -12,11 +12,10 @@ import torch
 from polyattn import LayerSpec, resolve_device
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.runtime.step.cost import Cost
-from polyattn.tools.cli import weights
+from polyattn.tools.cli import output, weights
 from polyattn.tools.cli.benching import Bench, _of_this_kind, measure_limits
 from polyattn.tools.cli.main import app
 from polyattn.tools.cli.options import TuneOptions
-from polyattn.tools.cli.output import table
 from polyattn.tools.cli.plots import plot_values
 from polyattn.tools.cli.tuning import _layers
 from rich.console import Console
@@ -175,12 +174,11 @@ def test_run_prints_the_tokens_that_a_model_generated(tmp_path: Path) -> None:
     assert "outputs" not in json.loads(here(*command, "--json")[1])
 
 
-def test_a_table_takes_a_hundred_columns() -> None:
-    made = table("name", "what it is")
-    made.add_row("A", "word " * 60)
+def test_a_table_takes_a_hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(width=200)
+    monkeypatch.setattr(output, "console", console)
     with console.capture() as captured:
-        console.print(made)
+        output.print_rows({"name": "A", "what it is": "{said}"}, [{"said": "word " * 60}])
     assert max(map(len, captured.get().splitlines())) <= 100
 
 

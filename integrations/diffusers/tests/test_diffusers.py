@@ -31,7 +31,6 @@ from polyattn_diffusers.backend import add_name, attention
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     polyattn_diffusers.reset()
     active = _AttentionBackendRegistry._active_backend

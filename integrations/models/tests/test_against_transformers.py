@@ -25,7 +25,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from variations import variations
 
 transformers.logging.set_verbosity_error()
-torch.set_num_threads(1)
 
 PUBLISHERS_CODE = {"kimi_k2", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
 """Types that transformers has no code for."""

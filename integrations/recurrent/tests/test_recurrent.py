@@ -16,8 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def same_numbers() -> None:
     torch.manual_seed(0)
 
 

@@ -22,8 +22,7 @@ MODELS = "transformers.models"
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def same_numbers() -> None:
     torch.manual_seed(0)
 
 

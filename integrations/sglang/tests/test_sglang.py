@@ -79,7 +79,6 @@ class Served:
 
     def __init__(self, sliding: bool = False, size: int = 16, deterministic: bool = False):
         torch.manual_seed(0)
-        torch.set_num_threads(1)
         self.req_to_token = torch.zeros(5, CONTEXT, dtype=torch.int32)
         pages = torch.randperm(SLOTS // PAGE).view(2, -1) + 1
         slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)

@@ -25,8 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
+def same_numbers() -> Iterator[None]:
     torch.manual_seed(0)
     polyattn_torch.reset()
     yield

@@ -37,7 +37,6 @@ PAGES: dict[str, Any] = {
     ],
 )
 def test_tokens_equal_generate(name: str) -> None:
-    torch.set_num_threads(1)
     polyattn_transformers.reset()
     model = decoder(name)
     if Version("5.16") > paged.VERSION and "sliding_attention" in (
@@ -118,7 +117,6 @@ def _by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         select(LayerSpec(num_heads=4, head_size=16, batch_invariant="calls"), "cpu")
     except SelectionError:
         pytest.skip("no backend here gives this level")
-    torch.set_num_threads(1)
     polyattn_transformers.reset()
     monkeypatch.setattr(nn.Linear, "forward", by_row)
 
@@ -224,7 +222,6 @@ def test_models_with_attention_of_their_own_are_refused(model_type: str) -> None
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples/transformers_batching.py"))
-    torch.set_num_threads(1)
     polyattn_transformers.reset()
     example["main"]()
     printed = capsys.readouterr().out

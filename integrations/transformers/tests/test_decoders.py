@@ -24,7 +24,6 @@ PADDED = [0, 4, 9]
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Any:
-    torch.set_num_threads(1)
     polyattn_transformers.reset()
     with torch.no_grad():
         yield

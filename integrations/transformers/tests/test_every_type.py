@@ -7,7 +7,6 @@ from typing import Any
 
 import every_type
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 from polyattn_transformers.paged import VERSION
@@ -33,7 +32,6 @@ SAMPLE = READ_MASKS + SELECT_KEYS + COLLECT_WEIGHTS + MASKLESS
 
 
 def check(model_type: str, auto: Any) -> None:
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     try:
         model = every_type.tiny_model(model_type, auto)

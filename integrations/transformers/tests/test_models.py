@@ -25,7 +25,6 @@ BLOCKS = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_atte
 
 @pytest.fixture(autouse=True)
 def clean() -> None:
-    torch.set_num_threads(1)
     polyattn_transformers.reset()
 
 

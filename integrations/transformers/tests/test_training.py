@@ -70,7 +70,6 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("trainer", ["Trainer", "TRL"])
 def test_losses_are_sdpas(trainer: str, lora: bool, again: bool, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     expected, weights = trained("sdpa", tmp_path, trainer, lora, again)
     polyattn_transformers.reset()
     losses, ours = trained("polyattn", tmp_path, trainer, lora, again)

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 import numpy as np
 import torch
+from chips import h200
 from gluon_on_host import on_host
 from polyattn import Batch, Device, IndexerSpec, KVCache, LatentSpec, LayerSpec, SparseSpec
 from polyattn.conformance.cases.index import layer_for
@@ -27,26 +28,18 @@ from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import tolerance_of
-from polyattn_triton import index, mla, planning
+from polyattn_triton import index, launch, mla, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.functions.rows import table_asm
 from polyattn_triton.hopper import unpacking
-from polyattn_triton.hopper.choice import HopperPrefill, hopper_config
 from ptx_on_host import run_ptx
 
 HOPPER = Device("cuda", "sm_90", torch_device="cpu")
 
 
 def backend_of(spec: LayerSpec, form: CacheFormat, sms: int) -> TritonAttention:
-    """TRITON_ATTN as on an H100 with so many multiprocessors."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(planning, "multiprocessors", lambda device: sms))
-        stack.enter_context(patch.object(planning, "fitting", lambda device, needed, most: most))
-        stack.enter_context(patch.object(
-            planning, "hopper_prefill",
-            lambda spec, arch, _, own: (config := hopper_config(spec, arch, own))
-            and HopperPrefill(spec, config, sms, 35 << 20, own),
-        ))  # fmt: skip
+    """TRITON_ATTN as on an H200 with so many multiprocessors."""
+    with patch.object(launch, "facts", h200(sms)):
         return TritonAttention(spec, form, HOPPER)
 
 
@@ -367,9 +360,7 @@ def latent(
         v_head_size=128, dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64),
         sparse=SparseSpec(budget=topk) if topk else None, needs_lse=True, kv_cache_dtype=stored,
     )  # fmt: skip
-    form = CacheFormat(
-        block_size=block, num_kv_heads=1, head_size=576, v_head_size=512, dtype=spec.stored_dtype
-    )
+    form = format_of(spec, HOPPER, "NHD", block)
     chance = torch.Generator().manual_seed(len(lens))
     cache, table = latents(form, lens, chance)
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
@@ -378,10 +369,7 @@ def latent(
     rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
     tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
     slots, choice = seen(tokens, table, block, topk, chance)
-    with (
-        patch.object(mla, "multiprocessors", lambda _: sms),
-        patch.object(mla, "fitting", lambda *_: 1),
-    ):
+    with patch.object(launch, "facts", h200(sms)):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
     if not topk:
         backend.kernels.config = replace(backend.kernels.config, roles=roles or stored != "auto")

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from chips import h200
 from polyattn import Batch, Device, LayerSpec
-from polyattn.kernel import CacheFormat, LatentSpec
+from polyattn.kernel import LatentSpec
+from polyattn.selection.cache_format import format_of
 
 pytest.importorskip("triton")
 H200 = Device(platform="cuda", arch="sm_90", torch_device="cpu")
@@ -17,20 +19,16 @@ SMS = 132
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plan as on an H200; nothing runs."""
-    from polyattn_triton import planning
+    from polyattn_triton import launch
     from polyattn_triton.attention import TritonAttention
 
-    monkeypatch.setattr(planning, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(planning, "fitting", lambda device, needed, most: most)
+    monkeypatch.setattr(launch, "facts", h200(SMS))
 
     def plan(heads: int, kv_heads: int, lens: list[int], tokens: int = 1, **changes: Any) -> Any:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
-        form = CacheFormat(
-            block_size=64, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
-        )
         table = torch.zeros(len(lens), -(-max(lens) // 64), dtype=torch.int32)
         batch = Batch(list(range(0, tokens * len(lens) + 1, tokens)), lens, table)
-        return TritonAttention(spec, form, H200).plan(batch)
+        return TritonAttention(spec, format_of(spec, H200, "NHD", 64), H200).plan(batch)
 
     return plan
 
@@ -96,10 +94,9 @@ def test_a_captured_step_over_latents_merges_alike_whatever_the_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """How many parts are merged at once is the order of a sum: a replay has the eager step's bits."""
-    from polyattn_triton import mla
+    from polyattn_triton import launch, mla
 
-    monkeypatch.setattr(mla, "multiprocessors", lambda device: SMS)
-    monkeypatch.setattr(mla, "fitting", lambda device, needed, most: most)
+    monkeypatch.setattr(launch, "facts", h200(SMS))
     spec = LayerSpec(
         kind="mla", num_heads=64, head_size=192, v_head_size=128, graph_capture="single_token_decode",
         latent=LatentSpec(rank=512, rope_head_size=64),

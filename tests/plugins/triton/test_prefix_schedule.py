@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyattn.kernel import Levels, SharedRun
+from polyattn.workload.steps import drawn_forest
 
 pytest.importorskip("triton")
 from polyattn_triton.configs import PREFIX_TABLE, PrefixConfig
@@ -36,28 +37,11 @@ BLOCK_SIZE = 16
 def forests(draw: st.DrawFn) -> tuple[Levels, list[int]]:
     """Any forest over up to 40 rows: runs of any rows, parted again and again; padding rows too."""
     count = draw(st.integers(1, 40))
-    levels: list[tuple[SharedRun, ...]] = []
-    groups = [(list(range(count)), 0)]
-    ends = [0] * count
-    while groups and len(levels) < 6:
-        runs, later = [], []
-        for rows, first in groups:
-            labels = draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
-            for label in (0, 1):  # what has label 2 goes on alone
-                chosen = [row for row, mine in zip(rows, labels, strict=True) if mine == label]
-                if len(chosen) > 1:
-                    run = SharedRun(tuple(chosen), first, draw(st.integers(1, 60)))
-                    runs.append(run)
-                    later.append((chosen, first + run.count))
-                    for row in chosen:
-                        ends[row] = (first + run.count) * BLOCK_SIZE
-        if not runs:
-            break
-        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
-        groups = later
+    levels, ends = drawn_forest(count, lambda low, high: draw(st.integers(low, high - 1)))
     own = draw(st.lists(st.integers(0, 900), min_size=count, max_size=count))
     # Who shares has a token of its own at least; others may be padding.
-    return tuple(levels), [end + (n or bool(end)) for end, n in zip(ends, own, strict=True)]
+    lens = [end * BLOCK_SIZE + (n or bool(end)) for end, n in zip(ends, own, strict=True)]
+    return levels, lens
 
 
 SHAPES = st.builds(

@@ -480,14 +480,12 @@ def test_a_captured_graph_serves_any_lengths(kv_heads: int, sms: int) -> None:
     """Its grid, its workspace and where its work lies stay, whatever is planned after it."""
     import torch
     from polyattn import Batch, Device
-    from polyattn.kernel import CacheFormat
+    from polyattn.selection.cache_format import format_of
     from polyattn_triton.attention import TritonAttention
 
     spec = BASE.replace(num_kv_heads=kv_heads, graph_capture="single_token_decode")
-    form = CacheFormat(
-        block_size=16, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
-    )
-    backend = TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu"))
+    device = Device("cuda", "sm_90", torch_device="cpu")
+    backend = TritonAttention(spec, format_of(spec, device, "NHD", 16), device)
     backend.num_sms = sms
     random, seen = torch.Generator().manual_seed(0), set()
     for count in [1, 2, 3, 5, 16, 31, 64, 263, 300]:

@@ -10,6 +10,7 @@ from polyattn import Batch, Device, KVCache, LayerSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, CacheFormat, Frame, LayerParams
 from polyattn.runtime.cache.rows import decoded
+from polyattn.selection.cache_format import format_of
 from polyattn.spec.row_format import row_format
 from polyattn.workload.compare import output_error
 from polyattn_triton.attention import TritonAttention
@@ -49,10 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def form_of(spec: LayerSpec, layout: Any = "NHD") -> CacheFormat:
     """The format of a layer's cache."""
     assert spec.block_size is not None
-    return CacheFormat(
-        block_size=spec.block_size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-        v_head_size=spec.head_size, dtype=spec.stored_dtype, layout=layout,
-    )  # fmt: skip
+    return format_of(spec, CPU, layout, spec.block_size)
 
 
 def filled(spec: LayerSpec, form: CacheFormat, used: torch.Tensor, blocks: int) -> KVCache:

@@ -74,8 +74,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the environment": lambda: {
         name: value
         for name, value in os.environ.items()
-        # The compilers' own: JAX 0.11 sets Mosaic's when Pallas is imported.
-        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "MOSAIC_GPU_"))
+        # The compilers' own, and pytest's: JAX 0.11 sets Mosaic's when Pallas is imported.
+        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_", "MOSAIC_GPU_", "PYTEST_"))
     },
     "the working directory": os.getcwd,
     "the mask of new files": lambda: _umask(),
@@ -162,27 +162,27 @@ def runs_alone(run: Callable[[], Result]) -> Result:
     """
     before, modules = snapshot(), len(sys.modules)
     result = run()
-    changes = _changes(before, modules)
-    if len(sys.modules) > modules and changes and changes.keys() <= RESTORED.keys():
-        for name in changes:
+    changed = changes(before, modules)
+    if len(sys.modules) > modules and changed and changed.keys() <= RESTORED.keys():
+        for name in changed:
             RESTORED[name](before[name])
         before, modules = snapshot(), len(sys.modules)
         result = run()
-        changes = _changes(before, modules)
-    said = ", ".join(name + change for name, change in changes.items())
-    assert not changes, f"the process isn't as it was: {said}"
+        changed = changes(before, modules)
+    said = ", ".join(name + change for name, change in changed.items())
+    assert not changed, f"the process isn't as it was: {said}"
     return result
 
 
-def _changes(before: dict[str, Any], modules: int) -> dict[str, str]:
+def changes(before: dict[str, Any], modules: int) -> dict[str, str]:
     """Return what changed since, by its name. `modules`: how many were imported."""
     after, imported = snapshot(), len(sys.modules) > modules
-    changes = {
+    changed = {
         name: _change(before[name], after[name], name in IMPORTED)
         for name in before
         if not (imported and name in IMPORTED)
     }
-    return {name: change for name, change in changes.items() if change is not None}
+    return {name: change for name, change in changed.items() if change is not None}
 
 
 def _other_names(before: dict[str, Any], after: dict[str, Any], grows: bool) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,36 @@ def forest(name: str, block: int) -> tuple[Levels, list[int]]:
         levels = ((SharedRun(rows, 0, 3),), (SharedRun(rows[1::2], 3, 2),))
         return levels, [5 * block + 1 + row % 5 for row in rows]
     return (), [block + 1, 0, 3 * block]
+
+
+def drawn_forest(count: int, integer: Callable[[int, int], int]) -> tuple[Levels, list[int]]:
+    """Return runs that some of `count` rows share, up to five levels, and each row's blocks in runs.
+
+    `integer` draws from [low, high).
+    """
+    levels: list[tuple[SharedRun, ...]] = []
+    groups, ends = [list(range(count))], [0] * count
+    while groups and len(levels) < 5:
+        runs: list[SharedRun] = []
+        for rows in groups:
+            labels = [integer(0, 3) for _ in rows]
+            for label in (0, 1):  # what has label 2 goes on alone
+                chosen = tuple(row for row, its in zip(rows, labels, strict=True) if its == label)
+                if len(chosen) > 1:
+                    runs.append(SharedRun(chosen, ends[chosen[0]], integer(1, 60)))
+        for run in runs:
+            for row in run.rows:
+                ends[row] = run.first + run.count
+        groups = [list(run.rows) for run in runs]
+        levels += [tuple(sorted(runs, key=lambda run: run.rows))] if runs else []
+    return tuple(levels), ends
+
+
+def share_blocks(table: Tensor, levels: Levels) -> None:
+    """Let the rows of each run have its first row's blocks."""
+    for run in (run for level in levels for run in level):
+        columns = slice(run.first, run.first + run.count)
+        table[list(run.rows), columns] = table[run.rows[0], columns].clone()
 
 
 def lens_of(lengths: Lengths) -> tuple[list[int], list[int]]:

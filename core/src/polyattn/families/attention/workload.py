@@ -38,6 +38,7 @@ from polyattn.workload.steps import (
     held_before,
     lens_of,
     paged,
+    share_blocks,
 )
 
 OFFSETS = {"+100": 100.0, "-100": -100.0}
@@ -103,8 +104,7 @@ class AttentionWorkload(AttendingWorkload):
             return
         self.cache, self.key, self.value = full, self.keys, self.values
         table, _ = dice.blocks(lens, full.block_size, spare, full.num_blocks)
-        for run in (run for level in shared for run in level):
-            _share(run, table, (), lens, full.block_size)
+        share_blocks(table, shared)
         host = table.cpu().numpy()
         self.batch = paged(lengths, table, full.block_size, host_block_table=host)
 
@@ -162,8 +162,9 @@ class AttentionWorkload(AttendingWorkload):
             self._lay_given(like)
             return
         table, num_blocks = self.table(form, like, self.spare, self.first_block)
+        share_blocks(table, shared)
         for run in (run for level in shared for run in level):
-            _share(run, table, (self.keys, self.values), lens, form.block_size)
+            _share(run, (self.keys, self.values), lens, form.block_size)
         own = replace(form, apart=(1 + self.packed) * form.block_size)
         cache, slots = self.fresh(own, table, num_blocks)
         self.cache = cache
@@ -323,12 +324,8 @@ def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:
     return torch.tensor(drawn if many else drawn[0], device=dice.device)
 
 
-def _share(
-    run: SharedRun, table: Tensor, tokens: tuple[Tensor, ...], lens: list[int], block: int
-) -> None:
-    """Let a run's rows have the first one's blocks, and the keys and values that lie there."""
-    columns = slice(run.first, run.first + run.count)
-    table[list(run.rows), columns] = table[run.rows[0], columns].clone()
+def _share(run: SharedRun, tokens: tuple[Tensor, ...], lens: list[int], block: int) -> None:
+    """Let a run's rows have the first one's keys and values."""
     same = slice(run.first * block, (run.first + run.count) * block)
     for tensor in tokens:
         parts = tensor.split(lens)

@@ -33,7 +33,7 @@ from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import bundled_models, read_specs
 from polyattn.tools.cli.options import BenchOptions
-from polyattn.tools.cli.output import add_row, console, print_json, progress, say, table
+from polyattn.tools.cli.output import print_json, print_rows, progress, say
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
 from polyattn.workload.clock import repeat
@@ -359,19 +359,13 @@ def _print(
         f"limits measured now: matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy or read, in GB/s, "
         f"of {copies}\n",
     )
-    made = table(
-        "batch", "backend", ">ms", ">/ best", ">GB/s", ">TFLOP/s", ">of limit", ">error", ""
-    )
-    for row in rows:
-        if "ms" not in row:
-            continue
-        add_row(
-            made, row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['over_best']:.2f}",
-            f"{row['gb_per_s']:.2f}",
-            f"{row['tflop_per_s']:.3f}", f"{row['of_limit']:.0%}", f"{row['error']:.1e}",
-            "<- selected" if row["selected"] else "",
-        )  # fmt: skip
-    console.print(made)
+    columns = {
+        "batch": "{batch}", "backend": "{backend}", ">ms": "{ms:.3f}", ">/ best": "{over_best:.2f}",
+        ">GB/s": "{gb_per_s:.2f}", ">TFLOP/s": "{tflop_per_s:.3f}", ">of limit": "{of_limit:.0%}",
+        ">error": "{error:.1e}", "": "{mark}",
+    }  # fmt: skip
+    measured = [row for row in rows if "ms" in row]
+    print_rows(columns, ({**row, "mark": "<- selected" * row["selected"]} for row in measured))
     for row in rows:
         if "saved_bytes" in row:
             say(

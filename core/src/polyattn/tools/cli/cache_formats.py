@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import or_
 from typing import Any
 
 from polyattn.api import select
@@ -14,7 +15,7 @@ from polyattn.spec.kinds import KV_CACHE_DTYPES
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.row_format import known_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast
-from polyattn.tools.cli.output import add_row, console, say, table
+from polyattn.tools.cli.output import print_rows, say
 
 Steps = Mapping[str, list[tuple[int, int]]]
 
@@ -70,19 +71,11 @@ def _time(selection: Selection, lengths: list[tuple[int, int]]) -> float | None:
 def print_formats(rows: list[dict[str, Any]], steps: Collection[str]) -> None:
     """Print the formats that a group of layers could cache in, and why it couldn't in the others."""
     say("cache formats, bytes of a token in these layers:")
-    made = table("  kv_cache_dtype", ">bytes", "  decode", *(f">us, {step}" for step in steps))
-    for row in rows:
-        if "cannot" in row:
-            continue
-        times = [f"{row['us'][step]:.1f}" if step in row["us"] else "-" for step in steps]
-        add_row(
-            made,
-            f"  {row['kv_cache_dtype']}",
-            str(row["bytes_per_token"]),
-            f"  {row['decode']}",
-            *times,
-        )
-    console.print(made)
+    columns = {"  kv_cache_dtype": "  {kv_cache_dtype}", ">bytes": "{bytes_per_token}"}
+    columns |= {"  decode": "  {decode}"} | {f">us, {step}": f"{{{step}}}" for step in steps}
+    served = [row for row in rows if "cannot" not in row]
+    times = [{s: f"{row['us'][s]:.1f}" if s in row["us"] else "-" for s in steps} for row in served]
+    print_rows(columns, map(or_, served, times))
     if any(len(row.get("us", steps)) < len(steps) for row in rows):
         say(f"  -: {UNMEASURED}")
     for row in rows:

@@ -32,7 +32,19 @@ from polyattn.settings import (
     read_config_file,
 )
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
-from polyattn.tools.cli.output import add_row, console, print_json, say, table
+from polyattn.tools.cli.output import console, print_json, print_rows, say
+
+TABLES: dict[str, dict[str, str]] = {
+    "plugins": {
+        "plugin": "name", "distribution": "distribution", "version": "version", "status": "status",
+    },
+    "integrations": {
+        "integration": "name", "distribution": "distribution", "version": "version", "host": "host",
+        "registered": "registered",
+    },
+    "backends": {"backend": "name", "plugin": "plugin", "state": "state"},
+}  # fmt: skip
+"""What is printed of each part of a report: the columns' headings, and their keys."""
 
 
 def show(as_json: bool) -> int:
@@ -222,45 +234,24 @@ def _timings(
 
 
 def _print(report: dict[str, Any]) -> None:
-    facts = table("", "")
-    facts.show_header = False
-    for name in ("polyattn", "api_version", "python", "system", "torch", "config_file"):
-        if name in report:
-            add_row(facts, name, str(report[name] or "none"))
-    for device in report["devices"]:
-        add_row(facts, "device", device)
+    facts = ("polyattn", "api_version", "python", "system", "torch", "config_file")
+    rows = [(name, report[name] or "none") for name in facts if name in report]
+    rows += [("device", device) for device in report["devices"]]
     for row in report["timings"]:
         where = "" if row["here"] else "; no such device here"
-        add_row(
-            facts,
-            "timings",
-            f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}",
-        )
-    for name, text in report["variables"].items():
-        add_row(facts, "set", f"{name}={text}")
-    console.print(facts, "")
-    plugins = table("plugin", "distribution", "version", "status")
-    for row in report["plugins"]:
-        add_row(plugins, row["name"], row["distribution"], row["version"], row["status"])
-    if report["plugins"]:  # none where a setting is wrong
-        console.print(plugins, "")
-    if report["integrations"]:
-        engines = table("integration", "distribution", "version", "host", "registered")
-        for row in report["integrations"]:
-            add_row(
-                engines,
-                *(row[c] for c in ("name", "distribution", "version", "host", "registered")),
-            )
-        console.print(engines, "")
-    backends = table("backend", "plugin", "state")
-    for row in report["backends"]:
-        add_row(backends, row["name"], row["plugin"], row["state"])
-    if report["backends"]:
-        console.print(backends, "")
-    variables = table("variable with an effect", "meaning")
-    for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
-        add_row(variables, name, meaning)
-    console.print(variables, "")
+        said = f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}"
+        rows.append(("timings", said))
+    rows += [("set", f"{name}={text}") for name, text in report["variables"].items()]
+    print_rows({"": "{name}", " ": "{said}"}, ({"name": name, "said": said} for name, said in rows))
+    say("")
+    for kind, columns in TABLES.items():
+        if rows := report[kind]:  # no plugins or backends where a setting is wrong
+            print_rows({heading: f"{{{key}}}" for heading, key in columns.items()}, rows)
+            say("")
+    variables = VARIABLES | FOREIGN_VARIABLES
+    meanings = ({"name": name, "meaning": meaning} for name, meaning in variables.items())
+    print_rows({"variable with an effect": "{name}", "meaning": "{meaning}"}, meanings)
+    say("")
     ignored = [note for row in report["timings"] for note in row["ignored"]]
     for note in [*report.get("notes", []), *ignored]:
         say(f"note: {note}")

@@ -9,7 +9,7 @@ from polyattn.selection.prediction import Predictor, Price, StepShape
 from polyattn.selection.selection import Selection
 from polyattn.selection.step_choice import ALL, DECODES, REST, CallChoice, step_choice
 from polyattn.spec.timing import TERMS
-from polyattn.tools.cli.output import add_row, console, say, table
+from polyattn.tools.cli.output import print_rows, say
 
 UNMEASURED = "no timing table for this device covers this layer"
 
@@ -120,9 +120,8 @@ def print_forecast(text: str, prediction: dict[str, Any]) -> None:
         )
         if not call["candidates"]:
             continue
-        hosts = [">host"] if any(row["host"] for row in call["candidates"]) else []
-        rows = table("  backend", ">us", *hosts, *(f">{term}" for term in TERMS))
-        for row in call["candidates"]:
-            times = [row["us"], *([row["host"]] if hosts else []), *row["terms"].values()]
-            add_row(rows, f"  {row['backend']}", *(f"{us:.1f}" for us in times))
-        console.print(rows)
+        columns = {"  backend": "  {backend}", ">us": "{us:.1f}"}
+        if any(row["host"] for row in call["candidates"]):
+            columns[">host"] = "{host:.1f}"
+        columns |= {f">{term}": f"{{terms[{term}]:.1f}}" for term in TERMS}
+        print_rows(columns, call["candidates"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
@@ -57,19 +57,17 @@ class _Narrow(Table):
         return super().__rich_console__(console, narrow)
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """Return a table with the house style; columns that start with `>` are right-aligned."""
-    narrow = _Narrow(
-        title=title, title_justify="left", box=None, pad_edge=False, header_style="bold"
-    )
-    for column in columns:
-        right = column.startswith(">")
-        narrow.add_column(
-            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
-        )
-    return narrow
+def print_rows(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print a table: each column's heading, and the format of its cells.
 
-
-def add_row(to: Table, *cells: str) -> None:
-    """Add a row whose cells are shown as they are: brackets in them are no markup."""
-    to.add_row(*map(Text, cells))
+    Headings that start with `>` are right-aligned; where all are blank, none is shown. Cells are shown
+    as they are: brackets in them are no markup.
+    """
+    heads = any(map(str.strip, columns))
+    shown = _Narrow(box=None, pad_edge=False, header_style="bold", show_header=heads)
+    for heading in columns:
+        side: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        shown.add_column(heading.removeprefix(">"), justify=side, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(form.format_map(row)) for form in columns.values()))
+    console.print(shown)

@@ -26,7 +26,7 @@ from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.options import RunOptions
-from polyattn.tools.cli.output import add_row, console, print_json, say, table
+from polyattn.tools.cli.output import console, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.cli.weights import Whole, model_of, whole_model
 from polyattn.tools.replay.arrivals import Arrivals
@@ -249,22 +249,16 @@ def memory_line(group: SelectedLayers) -> str | None:
 
 def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
     data = report.to_dict()
-    rates = {"gb_per_s": ".2f", "tflop_per_s": ".4f"} if not report.whole_model else {}
-    heads = ("steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms")
-    phases = table(*heads, *((">GB/s", ">TFLOP/s") if rates else ()))
-    for name in ("prefill", "decode"):
-        row = data[name]
-        add_row(
-            phases,
-            "with prefill" if name == "prefill" else "decode only",
-            str(row["steps"]),
-            str(row["tokens"]),
-            f"{row['seconds']:.2f}",
-            f"{row['p50_ms']:.2f}",
-            f"{row['p99_ms']:.2f}",
-            *(format(row[rate], form) for rate, form in rates.items()),
-        )
-    console.print("", phases, "")
+    columns = {
+        "steps": "{of}", ">steps": "{steps}", ">tokens": "{tokens}", ">seconds": "{seconds:.2f}",
+        ">p50 ms": "{p50_ms:.2f}", ">p99 ms": "{p99_ms:.2f}",
+    }  # fmt: skip
+    if not report.whole_model:
+        columns |= {">GB/s": "{gb_per_s:.2f}", ">TFLOP/s": "{tflop_per_s:.4f}"}
+    phases = {"with prefill": data["prefill"], "decode only": data["decode"]}
+    say("")
+    print_rows(columns, ({"of": of, **row} for of, row in phases.items()))
+    say("")
     say(
         f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
         f"{data['shared_prefix_tokens']} shared by prefix, {data['generated_tokens']} generated, "

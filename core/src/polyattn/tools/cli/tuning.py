@@ -21,7 +21,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.options import TuneOptions
-from polyattn.tools.cli.output import add_row, console, print_json, say, table
+from polyattn.tools.cli.output import console, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
@@ -158,33 +158,27 @@ def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> 
 
 
 def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
-    fitted = table("backend", "kind", "layers", ">points", ">error", "form")
-    for row in report["models"]:
-        layer = row["layer"]
-        form = "overlap" if row["overlap"] else "sum"
-        add_row(
-            fitted,
-            row["backend"],
-            row["kind"],
-            f"{layer['dtype']} over {layer['stored']}, heads of {layer['head_size']}",
-            str(row["points"]),
-            f"{row['error']:.1%}",
-            f"{form}, cut below {row['whole']} tiles" if row["whole"] else form,
-        )
-    console.print(fitted, "")
-    chosen = table("kind", ">steps", ">chosen / best", ">p95", ">worst")
-    for kind, row in report["choice"].items():
-        add_row(
-            chosen,
-            kind,
-            str(row["steps"]),
-            f"{row['over_best']:.3f}",
-            f"{row['p95']:.2f}",
-            f"{row['worst']:.2f}",
-        )
-    console.print("Steps that the coefficients were not fitted to:", chosen, "")
+    columns = {
+        "backend": "{backend}", "kind": "{kind}",
+        "layers": "{layer[dtype]} over {layer[stored]}, heads of {layer[head_size]}",
+        ">points": "{points}", ">error": "{error:.1%}", "form": "{form}",
+    }  # fmt: skip
+    print_rows(columns, ({**row, "form": _form(row)} for row in report["models"]))
+    say("\nSteps that the coefficients were not fitted to:")
+    columns = {
+        "kind": "{kind}", ">steps": "{steps}", ">chosen / best": "{over_best:.3f}", ">p95": "{p95:.2f}",
+        ">worst": "{worst:.2f}",
+    }  # fmt: skip
+    print_rows(columns, ({"kind": kind, **row} for kind, row in report["choice"].items()))
+    say("")
     for note in report["notes"]:
         say(f"note: {note}")
     nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
     end = f"written: {path}" if path else nothing
     say(f"{report['points']} points on {device}; {end}")
+
+
+def _form(row: dict[str, Any]) -> str:
+    """Return how a model adds its terms up."""
+    form = "overlap" if row["overlap"] else "sum"
+    return f"{form}, cut below {row['whole']} tiles" if row["whole"] else form

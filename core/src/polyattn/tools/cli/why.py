@@ -8,7 +8,7 @@ from dataclasses import asdict
 from polyattn.errors import SettingsError
 from polyattn.selection.running import Process, running
 from polyattn.tools.cli import stdout
-from polyattn.tools.cli.output import add_row, console, print_json, say, table
+from polyattn.tools.cli.output import print_json, print_rows, say
 
 COMMAND = 120
 """How much of a command the list of processes shows."""
@@ -45,13 +45,18 @@ def show(pid: int | None, as_json: bool) -> int:
 
 
 def _list(processes: Sequence[Process]) -> None:
-    rows = table(">process", ">server", ">decisions", ">fallbacks", "integrations", "command")
-    for one in processes:
-        ids = (str(one.pid), str(one.ancestors[-1]) if one.ancestors else "")
-        counts = (str(len(one.decisions)), str(len(one.fallbacks)))
-        command = one.server or one.command
-        add_row(rows, *ids, *counts, ", ".join(one.integrations), command[:COMMAND])
-    console.print(rows)
+    rows = [
+        {
+            ">process": one.pid,
+            ">server": one.ancestors[-1] if one.ancestors else "",
+            ">decisions": len(one.decisions),
+            ">fallbacks": len(one.fallbacks),
+            "integrations": ", ".join(one.integrations),
+            "command": (one.server or one.command)[:COMMAND],
+        }
+        for one in processes
+    ]
+    print_rows({heading: f"{{{heading}}}" for heading in rows[0]}, rows)
     say("`polyattn why PROCESS` prints a process's decisions")
 
 

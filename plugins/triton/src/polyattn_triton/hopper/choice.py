@@ -17,6 +17,7 @@ import triton
 from polyattn.kernel import LayerSpec, arch_matches
 from torch import Tensor
 
+from polyattn_triton import launch
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.hopper.widening import is_exact, widening
@@ -220,8 +221,8 @@ def hopper_prefill(
 ) -> HopperPrefill | None:
     """Return what launches the kernel for a layer on this device, if it serves that."""
     config = hopper_config(spec, arch, generated)
-    if config is None or device.type != "cuda":
+    gpu = launch.facts(device)
+    if config is None or gpu is None:
         return None
-    facts = torch.cuda.get_device_properties(device)
-    cached = int(CACHED * facts.L2_cache_size)
-    return HopperPrefill(spec, config, facts.multi_processor_count, cached, generated)
+    cached = int(CACHED * gpu.L2_cache_size)
+    return HopperPrefill(spec, config, gpu.multi_processor_count, cached, generated)
