@@ -45,7 +45,8 @@ def test_threads_race_only_where_a_barrier_is_missing(
     sources = sorted(build.SOURCES.glob("*.cpp"))
     subprocess.run(
         [*build.compiler(), "-std=c++17", "-O1", "-g", "-w", "-fsanitize=thread",
-         *threads, *(("-U__ATOMIC_ACQ_REL", "-D__ATOMIC_ACQ_REL=0") if relaxed else ()), f"-I{build.SOURCES}",
+         *threads, *(("-U__ATOMIC_ACQ_REL", "-D__ATOMIC_ACQ_REL=0") if relaxed else ()),
+         f"-I{build.SOURCES}",
          '-DPA_ISA="generic"', "-DPA_TABLE=pa_kernels_generic", "-DPA_BUILT(X)=X(generic)",
          "-DPA_LEFT_OUT(X)=", *map(str, sources), str(here / "threads.cpp"), "-o", str(made),
          "-lpthread"], check=True,
