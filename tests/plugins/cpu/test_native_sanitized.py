@@ -35,14 +35,18 @@ def test_nothing_is_read_or_written_out_of_bounds(folder: Path, part: str) -> No
 
 @pytest.mark.sweep
 @pytest.mark.skipif(library.why_not() is not None, reason=f"native kernels: {library.why_not()}")
+@pytest.mark.parametrize("threads", [(), ("-DTEAM", "-rdynamic")], ids=["pool", "team"])
 @pytest.mark.parametrize("relaxed", [False, True], ids=["as it is", "without its barrier"])
-def test_threads_race_only_where_a_barrier_is_missing(tmp_path: Path, relaxed: bool) -> None:
+def test_threads_race_only_where_a_barrier_is_missing(
+    tmp_path: Path, relaxed: bool, threads: tuple[str, ...]
+) -> None:
     """Who ends last merges a group's parts: without acquire and release it reads others' unfinished."""
     here, made = Path(__file__).with_name("native_check"), tmp_path / "threads"
     sources = sorted(build.SOURCES.glob("*.cpp"))
     subprocess.run(
         [*build.compiler(), "-std=c++17", "-O1", "-g", "-w", "-fsanitize=thread",
-         *(("-U__ATOMIC_ACQ_REL", "-D__ATOMIC_ACQ_REL=0") if relaxed else ()), f"-I{build.SOURCES}",
+         *threads, *(("-U__ATOMIC_ACQ_REL", "-D__ATOMIC_ACQ_REL=0") if relaxed else ()),
+         f"-I{build.SOURCES}",
          '-DPA_ISA="generic"', "-DPA_TABLE=pa_kernels_generic", "-DPA_BUILT(X)=X(generic)",
          "-DPA_LEFT_OUT(X)=", *map(str, sources), str(here / "threads.cpp"), "-o", str(made),
          "-lpthread"], check=True,

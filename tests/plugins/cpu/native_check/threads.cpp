@@ -1,7 +1,8 @@
-// Do threads of the pool touch each other's memory? A program for ThreadSanitizer, which prints what
-// races: steps cut in parts, blocks of prompts and stores by four threads, from two callers at once.
-// Each output must have the bits that one thread computes; prints how many steps there were, and
-// returns 1 where one differs, or where memory that two gave back isn't used again by two.
+// Do threads of the pool, or with TEAM those of a runtime, touch each other's memory? A program for
+// ThreadSanitizer, which prints what races: steps cut in parts, blocks of prompts and stores by four
+// threads, from two callers at once. Each output must have the bits that one thread computes; prints how
+// many steps there were, and returns 1 where one differs, or where memory that two gave back isn't used
+// again by two.
 
 #include <cstdio>
 #include <cstring>
@@ -11,6 +12,17 @@
 
 #include "polyattn_cpu.h"
 #include "pool.h"
+
+#if defined(TEAM)
+// An OpenMP runtime whose threads ThreadSanitizer can follow. The pool finds it by name.
+extern "C" int omp_get_max_threads() { return 4; }
+extern "C" void GOMP_parallel(void (*body)(void *), void *data, unsigned, unsigned) {
+  std::vector<std::thread> team;
+  for (int i = 1; i < omp_get_max_threads(); i++) team.emplace_back(body, data);
+  body(data);
+  for (std::thread &one : team) one.join();
+}
+#endif
 
 namespace {
 

@@ -28,11 +28,7 @@ struct Conv {
     for (int64_t c = 0; c < total; c += LD) {
       const int some = pa_min(LD, (int)(total - c));
       if (scan.params[1]) __builtin_memcpy(biases + c, scan.params[1] + first + c, 4 * some);
-      const float *from = scan.params[0] + (first + c) * (kept + 1);
-      float *to = weights + c * (kept + 1);
-      for (int w = 0; w <= kept; w++, to += LD) {
-        for (int i = 0; i < some; i++) to[i] = from[i * (kept + 1) + w];
-      }
+      lay_out(scan.params[0] + (first + c) * (kept + 1), weights + c * (kept + 1), some);
     }
   }
 
@@ -40,12 +36,14 @@ struct Conv {
   // leaves there: no other item reads or writes it. Others read tokens before them.
   PA_NOINLINE void run(const Stretch &seq, int64_t low, int64_t high) {
     if (seq.first >= low) {
-      bool stepped = false;
-      for (int64_t c = 0; c < total; c += LD) {
-        take_block(c);
-        stepped = begin(seq);
+      if (seq.last - seq.first == 1 && seq.before && !ring() && step(seq)) {
+        put_out(seq.first, 0, total);
+      } else {
+        for (int64_t c = 0; c < total; c += LD) {
+          take_block(c);
+          begin(seq);
+        }
       }
-      if (stepped) put_out(seq.first, 0, total);
     }
     if (low < seq.first + kept) low = seq.first + kept;
     if (high > seq.last) high = seq.last;
@@ -60,15 +58,34 @@ struct Conv {
   static constexpr int LD = PA_SCAN_CHANNELS;
   static constexpr int AHEAD = 8;  // blocks of a state that are asked for before they are read
 
+  // Some channels' weights by rows.
+  void lay_out(const float *from, float *to, int some) const {
+    if (kept == 3 && some == LD) {
+      for (int i = 0; i < LD; i += W, from += 4 * W) {
+        vf row[4];
+        for (int w = 0; w < 4; w++) row[w] = loadf(from + w * W);
+        apart_by_turns<4>(row);
+        for (int w = 0; w < 4; w++) write(to + w * LD + i, row[w]);
+      }
+      return;
+    }
+    for (int w = 0; w <= kept; w++) {
+      for (int i = 0; i < some; i++) to[w * LD + i] = from[i * (kept + 1) + w];
+    }
+  }
   void take_block(int64_t c) {
     channel = first + c, count = pa_min(LD, (int)(total - c));
     weight = weights + (kept + 1) * c, bias = biases + c;
   }
-  // Whether it was a step, whose output is left to do.
-  bool begin(const Stretch &seq) {
-    const int64_t at = seq.slot * scan.state_slot + channel * columns, tokens = seq.last - seq.first;
-    char *state = (char *)scan.states + at * itemsize((int)scan.state_dtype);
-    if (tokens == 1 && seq.before && !ring() && step(seq.first, state)) return true;
+  char *state_of(const Stretch &seq, int64_t channel) const {
+    return (char *)scan.states + (seq.slot * scan.state_slot + channel * columns) * itemsize((int)scan.state_dtype);
+  }
+  char *out_of(int64_t token, int64_t at) const {
+    return (char *)scan.out + (token * scan.num_heads + first + at) * itemsize((int)scan.dtype);
+  }
+  void begin(const Stretch &seq) {
+    char *state = state_of(seq, channel);
+    const int64_t tokens = seq.last - seq.first;
     take_state(state, seq.before);
     for (int64_t t = 0; t < tokens && t < kept; t++) {
       take_input(seq.first + t, rows + (kept + t) * LD);
@@ -84,7 +101,6 @@ struct Conv {
       put_input(w, tokens + w < kept ? rows + (tokens + w) * LD : input);
     }
     narrow(old, state, (int)scan.state_dtype, count * columns);
-    return false;
   }
   template <class T>
   PA_NOINLINE void put_tokens(int64_t low, int64_t high) {
@@ -104,42 +120,111 @@ struct Conv {
   void take_input(int64_t token, float *to) const {
     take_row(scan.inputs[0], token, channel, to, count);
   }
-  // A single token; false where no loop is compiled for it.
-  bool step(int64_t token, char *state) {
+  // The sums of a single token; false where no loop is compiled for it.
+  bool step(const Stretch &seq) {
     if (scan.inputs[0].dtype != scan.state_dtype) return false;
     switch (scan.state_dtype) {
-      case PA_F32: return step_of<float>(token, (uint32_t *)state);
-      case PA_BF16: return step_of<bf16>(token, (uint16_t *)state);
-      default: return step_of<f16>(token, (uint16_t *)state);
+      case PA_F32: return step_of<float, uint32_t>(seq);
+      case PA_BF16: return step_of<bf16, uint16_t>(seq);
+      default: return step_of<f16, uint16_t>(seq);
     }
   }
   template <class T, class Bits>
-  bool step_of(int64_t token, Bits *state) {
+  bool step_of(const Stretch &seq) {
     switch (kept) {
-      case 1: return step_kept<T, 1>(token, state);
-      case 2: return step_kept<T, 2>(token, state);
-      case 3: return step_kept<T, 3>(token, state);
+      case 1: return step_kept<T, Bits, 1>(seq);
+      case 2: return step_kept<T, Bits, 2>(seq);
+      case 3: return step_kept<T, Bits, 3>(seq);
       default: return false;
     }
   }
-  // The columns lie apart, each a row of channels, while the token is computed.
-  template <class T, int KEPT, class Bits>
-  PA_NOINLINE bool step_kept(int64_t token, Bits *state) {
-    if (count == LD) step_some<T, KEPT>(token, state, LD);  // whose loops have a known length
-    else step_some<T, KEPT>(token, state, count);
+  template <class T, class Bits, int KEPT>
+  PA_NOINLINE bool step_kept(const Stretch &seq) const {
+    Bits *state = (Bits *)state_of(seq, first);
+    const Bits *x = (const Bits *)row_at(scan.inputs[0], seq.first, first);
+    const char *result = out_of(seq.first, 0);
+    const float *by = weights, *plus = biases;
+    float *to = out;
+    int64_t left = total;
+    for (; left >= LD; left -= LD) {
+      ask(state + AHEAD * KEPT * LD, KEPT * LD * sizeof(Bits));
+      ask(x + AHEAD * LD, LD * sizeof(Bits));
+      ask(result + AHEAD * LD * sizeof(Bits), LD * sizeof(Bits));
+      step_some<T, KEPT>(x, state, by, plus, to, LD);  // whose loops have a known length
+      x += LD, state += KEPT * LD, by += (KEPT + 1) * LD, plus += LD, to += LD, result += LD * sizeof(Bits);
+    }
+    if (left) step_some<T, KEPT>(x, state, by, plus, to, (int)left);
     return true;
   }
+  PA_ALWAYS static void ask(const void *from, int bytes) {
+    for (int i = 0; i < bytes; i += 64) prefetch_l2((const char *)from + i);
+  }
+#if defined(__AVX512F__)
+  // How 32 channels' bfloat16 states are permuted. `column`: sixteen of its elements go to the upper halves of 32 bits,
+  // which makes them float32. A state moves on by an element, but for a token's `input`.
+  template <int KEPT>
+  struct Moves {
+    alignas(64) uint16_t column[2][KEPT][32] = {}, input[KEPT][32] = {};
+    uint32_t is_input[KEPT] = {};
+    constexpr Moves() {
+      for (int i = 0; i < 32; i++) {
+        const int half = i / 16, at = i * KEPT - 32 * first(half);
+        for (int w = 0; w < KEPT; w++) column[half][w][i % 16 * 2 + 1] = (uint16_t)(at + w);
+      }
+      for (int i = 0; i < 32 * KEPT; i++) {
+        input[i / 32][i % 32] = (uint16_t)(i / KEPT);
+        is_input[i / 32] |= (uint32_t)(i % KEPT == KEPT - 1) << i % 32;
+      }
+    }
+    static constexpr int first(int half) { return half * KEPT / 2; }  // vector, of two, that half a column is in
+  };
+  template <int KEPT>
+  static constexpr Moves<KEPT> MOVES = Moves<KEPT>();
+  template <int KEPT>
+  PA_ALWAYS static void step_32(const uint16_t *x, uint16_t *state, const float *by, const float *plus, float *to) {
+    constexpr __mmask32 UPPER = 0xaaaaaaaa;
+    constexpr const Moves<KEPT> &moves = MOVES<KEPT>;
+    const __m512i inputs = _mm512_loadu_si512(x);
+    __m512i old[KEPT + 1];
+    PA_UNROLLED
+    for (int k = 0; k < KEPT; k++) old[k] = _mm512_loadu_si512(state + 32 * k);
+    old[KEPT] = old[0];  // no element of it goes anywhere
+    PA_UNROLLED
+    for (int half = 0; half < 2; half++, by += W, plus += W, to += W) {
+      const __m512i *from = old + moves.first(half), which = _mm512_load_si512(MOVES<1>.column[half][0]);
+      vf sum = loadf(plus);
+      PA_UNROLLED
+      for (int w = 0; w < KEPT; w++) {
+        const __m512i column = _mm512_load_si512(moves.column[half][w]);
+        sum += loadf(by + w * LD) * (vf)_mm512_maskz_permutex2var_epi16(UPPER, from[0], column, from[1]);
+      }
+      write(to, sum + loadf(by + KEPT * LD) * (vf)_mm512_maskz_permutexvar_epi16(UPPER, which, inputs));
+    }
+    PA_UNROLLED
+    for (int k = 0; k < KEPT; k++) {
+      const __m512i later = _mm512_slli_epi32(_mm512_alignr_epi32(old[k + 1], old[k], 1), 16);
+      const __m512i moved = _mm512_or_si512(_mm512_srli_epi32(old[k], 16), later);
+      const __m512i input = _mm512_load_si512(moves.input[k]);
+      _mm512_storeu_si512(state + 32 * k, _mm512_mask_permutexvar_epi16(moved, moves.is_input[k], input, inputs));
+    }
+  }
+#endif
+  // The columns lie apart, each a row of channels, while the token is computed.
   template <class T, int KEPT, class Bits>
-  PA_ALWAYS void step_some(int64_t token, Bits *__restrict state, const int count) const {
+  PA_ALWAYS static void step_some(const Bits *__restrict x, Bits *__restrict state, const float *__restrict by,
+                                  const float *__restrict plus, float *__restrict to, const int count) {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, bf16>) {
+      for (int c = 0; count == LD && c < LD; c += 32) step_32<KEPT>(x + c, state + c * KEPT, by + c, plus + c, to + c);
+      if (count == LD) return;
+    }
+#endif
     Bits apart[(KEPT + 1) * LD];
     if (count < LD) __builtin_memset(apart, 0, sizeof apart);
-    for (int i = 0; i < KEPT * LD; i += 64 / (int)sizeof(Bits)) prefetch_l2(state + AHEAD * KEPT * LD + i);
     for (int c = 0; c < count; c++) {
       for (int w = 0; w < KEPT; w++) apart[w * LD + c] = state[c * KEPT + w];
     }
-    __builtin_memcpy(apart + KEPT * LD, row_at(scan.inputs[0], token, channel), count * sizeof(Bits));
-    const float *by = weight, *plus = bias;
-    float *to = out + (channel - first);
+    __builtin_memcpy(apart + KEPT * LD, x, count * sizeof(Bits));
     for (int c = 0; c < LD; c += W) {
       vf sum = loadf(plus + c);
       for (int w = 0; w <= KEPT; w++) sum += loadf(by + w * LD + c) * load((const T *)apart + w * LD + c);
@@ -187,7 +272,6 @@ struct Conv {
   PA_NOINLINE void put_out(int64_t token, int64_t at, int64_t some) const {
     const bool silu = scan.silu;
     for (int64_t c = at; silu && c < at + some; c += W) write(out + c, siluv(loadf(out + c)));
-    char *to = (char *)scan.out + (token * scan.num_heads + first + at) * itemsize((int)scan.dtype);
-    narrow(out + at, to, (int)scan.dtype, (int)some);
+    narrow(out + at, out_of(token, at), (int)scan.dtype, (int)some);
   }
 };

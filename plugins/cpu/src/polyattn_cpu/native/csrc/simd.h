@@ -65,7 +65,13 @@ PA_INLINE vf vmax(vf a, vf b) {
   return a > b ? a : b;
 #endif
 }
-PA_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+PA_INLINE vf vmin(vf a, vf b) {  // the smaller one; b where either is NaN
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 // A bit for each lane: its highest.
 PA_INLINE uint32_t lanes_of(vi mask) {
