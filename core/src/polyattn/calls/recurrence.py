@@ -55,6 +55,8 @@ def recurrence(
         if states.shape != wanted:
             raise BatchError(f"states have shape {tuple(states.shape)}; it must be {wanted}")
         after.data[: len(query_lens)].copy_(states)
+    elif 0 in query_lens:  # no kernel writes the state of a sequence without tokens
+        after.data.zero_()
     step = _plan(group, tuple(query_lens), states is not None)
     return layer(*inputs, states=after, plan=step), after.data[: len(query_lens)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from polyattn.errors import BatchError, PolyattnError, describe, shown
 
@@ -123,20 +124,32 @@ def check_aligned(**tensors: Tensor | None) -> None:
             )
 
 
+def in_forward_mode() -> bool:
+    """Whether torch's forward-mode differentiation is on, where tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """Refuse tensors that require a gradient: no backend has a backward pass.
+    """Refuse tensors that require a gradient or carry a tangent: backends differentiate nothing.
 
     Args:
         tensors: the call's tensors by name, or None.
 
     Raises:
-        BatchError: one requires a gradient while gradients are recorded.
+        BatchError: one requires a gradient while gradients are recorded, or is dual (forward mode).
 
     Examples:
         >>> with torch.no_grad():
         ...     refuse_gradients(query=torch.zeros(1, requires_grad=True))
 
     """
+    if in_forward_mode():
+        for name, tensor in tensors.items():
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise BatchError(
+                    f"{name} carries a tangent of forward-mode differentiation, which attention here "
+                    "would lose; pass forward_ad.unpack_dual(tensor).primal"
+                )
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
