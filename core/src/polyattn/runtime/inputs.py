@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -122,6 +123,16 @@ def check_aligned(**tensors: Tensor | None) -> None:
                 f"{name} starts at an address that is not a multiple of 16 bytes; copy it, or slice at "
                 "a multiple"
             )
+
+
+def compiling() -> bool:
+    """Whether `torch.compile` or `torch.export` traces this thread's call.
+
+    `torch.compiler.is_compiling` alone is true of all threads while one of them compiles.
+    """
+    return torch.compiler.is_compiling() and (
+        torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None
+    )
 
 
 def in_forward_mode() -> bool:

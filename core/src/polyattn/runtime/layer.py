@@ -19,6 +19,7 @@ from polyattn.runtime.inputs import (
     capturing,
     check_tensor,
     check_tensors,
+    compiling,
     own_precision,
     refuse_gradients,
 )
@@ -115,7 +116,7 @@ class Layer(nn.Module, ABC):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Make what the caller doesn't bring, and run. `name`: the first input's, which must be there."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return torch_compile.traced(self, inputs, cache, plan, out)
         step, first = self.group.plan_for(plan), inputs[0]
         check_tensor(name, first, self.group.torch_device)
