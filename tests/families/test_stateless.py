@@ -280,6 +280,27 @@ def test_slopes_of_each_sequence_need_a_row_for_each(changed: dict[str, Any], me
         attend_packed(query, given["query_lens"], keys, CallOptions(), alibi_slopes=given["slopes"])
 
 
+@pytest.mark.parametrize("tokens", [(5, 6), (1, 5)])
+def test_values_without_elements_are_refused(tokens: tuple[int, int]) -> None:
+    """They read memory beyond them."""
+    query, key = (torch.randn(1, n, 2, 16) for n in tokens)
+    for none, name in ((key[..., :0], "v_head_size"), (key[:, :, :0], "num_kv_heads")):
+        pair = (none, none) if name == "num_kv_heads" else (key, none)
+        with pytest.raises(BatchError, match=f"{name}=0"):
+            polyattn.attention(query, *pair)
+        with pytest.raises(BatchError, match=f"{name}=0"):
+            polyattn.attention(
+                query[0], *(t[0] for t in pair), query_lens=tokens[:1], key_lens=tokens[1:]
+            )
+
+
+def test_tensors_of_other_layouts_are_named() -> None:
+    nested = torch.nested.nested_tensor([Q[0], Q[0, :2]])
+    for tensor, name in ((nested, "nested"), (Q.to_sparse(), "torch.sparse_coo")):
+        with pytest.raises(BatchError, match=f"query is {name}; kernels read dense tensors"):
+            polyattn.attention(tensor, K, K)
+
+
 def test_no_sequences_have_no_output() -> None:
     """Also where the tensor of no tokens has gaps, which the output doesn't take over."""
     query, key = torch.randn(0, 4, 32)[..., ::2], torch.randn(0, 4, 16)

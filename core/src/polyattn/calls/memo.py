@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.api import select
+from polyattn.errors import BatchError
 from polyattn.registry.discovery import generation
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.workspaces import Workspaces
@@ -142,6 +143,11 @@ def _for_layer(
     backend: str | None,
     **fields: Any,
 ) -> LayerGroup:
+    for name in ("num_kv_heads", "v_head_size"):
+        if fields.get(name) == 0:  # a spec's 0 is the default, a tensor's is none
+            raise BatchError(
+                f"key or value has {name}=0; a key needs a head, and a value an element"
+            )
     dtype = str(fields.pop("dtype")).removeprefix("torch.")
     spec = LayerSpec(dtype=dtype, **fields)
     selection = select(spec, device, backend=backend, settings=settings)

@@ -64,6 +64,11 @@ def check_is_real(name: str, tensor: Tensor) -> None:
         raise BatchError(
             f"{name} is a FakeTensor and holds no numbers; leave FakeTensorMode, or use torch.compile"
         )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = "nested" if tensor.is_nested else str(tensor.layout)
+        raise BatchError(
+            f"{name} is {what}; kernels read dense tensors: pass packed or padded rows"
+        )
     if torch._C._get_tracing_state() is not None:
         raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -106,6 +111,12 @@ def check_tensors(device: torch.device, seen: bool = False, /, **expected: Expec
         check_tensor(name, tensor, device, seen)
         if tensor.shape != shape or tensor.dtype is not dtype:
             raise bad_input(name, tensor, shape, dtype)
+
+
+def check_apart(out: Tensor) -> None:
+    """Check that each element of a caller's output has memory of its own. Raises `BatchError`."""
+    if 0 in out.stride() and not out.is_contiguous():
+        raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
 
 
 def check_slots(slot_mapping: Any, device: torch.device, seen: bool = False) -> None:

@@ -17,6 +17,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     Expected,
     capturing,
+    check_apart,
     check_tensor,
     check_tensors,
     compiling,
@@ -200,6 +201,7 @@ class ChoosingLayer(Layer):
         if choice is not None:
             expected["choice"] = expected_choice(spec, choice, tokens, device)
         check_tensors(device, **expected)
+        check_apart(out)
         self.group.check_cache(cache)
         refuse_gradients(**{name: tensor for name, (tensor, *_) in expected.items()})
         self._check_values(step.batch, cache, choice)

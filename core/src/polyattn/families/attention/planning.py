@@ -27,7 +27,13 @@ from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
-from polyattn.runtime.inputs import bad_input, check_tensor, in_forward_mode, refuse_gradients
+from polyattn.runtime.inputs import (
+    bad_input,
+    check_apart,
+    check_tensor,
+    in_forward_mode,
+    refuse_gradients,
+)
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import Store, claimed_rotation
@@ -271,6 +277,7 @@ class AttentionStep(StepPlan):
                 raise bad_input("out", out, self.out_shape, self.out_dtype)
             if out.stride()[2] != 1:
                 raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
+            check_apart(out)
         if key is not None and value is not None:
             key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
