@@ -308,3 +308,21 @@ def test_no_sequences_have_no_output() -> None:
     for slopes in (None, torch.rand(0, 4)):
         out, _ = attend_packed(query, [], keys, CallOptions(), alibi_slopes=slopes)
         assert out.shape == (0, 4, 16)
+
+
+def test_an_output_whose_elements_share_memory_is_refused() -> None:
+    layer = Attention(
+        LayerGroup(
+            LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", cached=False)
+        )
+    )
+    query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    with pytest.raises(BatchError, match="out has strides .* its elements share memory; clone it"):
+        layer(
+            query,
+            key,
+            key,
+            None,
+            Batch.from_lens([3], [3]),
+            out=torch.empty(1, 4, 8).expand(3, 4, 8),
+        )
