@@ -137,9 +137,15 @@ def check_aligned(**tensors: Tensor | None) -> None:
 
 
 def compiling() -> bool:
-    """Whether `torch.compile` or `torch.export` traces this thread's call.
+    """Return whether `torch.compile` or `torch.export` traces this thread's call.
 
     `torch.compiler.is_compiling` alone is true of all threads while one of them compiles.
+
+    Examples:
+        >>> from polyattn.host import compiling
+        >>> compiling()
+        False
+
     """
     return torch.compiler.is_compiling() and (
         torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None
