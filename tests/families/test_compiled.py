@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,6 +53,26 @@ def test_a_batch_inside_a_compiled_function_is_refused(family: type[Any]) -> Non
     )
     with pytest.raises(Exception, match="takes a plan that was made before"):
         compiled(*step.inputs)
+
+
+@FAMILIES
+def test_another_thread_that_compiles_changes_no_eager_call(
+    family: type[Any],
+) -> None:
+    """Torch's flag is one for all threads."""
+    step, seen = family(), []
+    expected = step.run(step.layer, step.batch, *step.inputs)
+    if isinstance(step, Recurring):
+        step.states.data.copy_(step.start)
+
+    def meanwhile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(step.run, step.layer, step.batch, *step.inputs).result())
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(torch.neg, backend=meanwhile)(torch.ones(1))
+    assert torch.equal(seen[0], expected)
 
 
 @FAMILIES

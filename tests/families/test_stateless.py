@@ -12,9 +12,11 @@ from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
 from polyattn.calls.recurrence import recurrence
 from polyattn.errors import BatchError
+from polyattn.host import CallOptions, PackedKeys, attend_packed
 from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, SIZE = 4, 16
@@ -163,6 +165,20 @@ def test_states_of_other_sequences_are_refused() -> None:
             )  # fmt: skip
 
 
+def test_a_sequence_without_tokens_has_the_state_that_it_starts_from() -> None:
+    fields = {
+        "kind": "short_conv",
+        "num_heads": 4,
+        "head_size": 1,
+        "recurrent": RecurrentSpec(conv_width=3),
+    }
+    x, weight, before = torch.randn(3, 4), torch.randn(4, 3), torch.randn(2, 4, 2)
+    torch.full((1024,), torch.nan)  # whose memory the states may get
+    for states in (None, before):
+        _, after = recurrence([x], {"weight": weight}, [3, 0], states, **fields)
+        assert torch.equal(after[1], torch.zeros(4, 2) if states is None else before[1])
+
+
 def test_a_mask_over_no_keys_shows_nothing() -> None:
     none = torch.zeros(2, 0, 2, 8)
     for mask in (torch.zeros(2, 1, 3, 0), torch.zeros(1, 1, 1, 0, dtype=torch.bool)):
@@ -212,3 +228,101 @@ def test_what_only_stands_for_tensors_is_named_by_a_layer() -> None:
         torch.vmap(call)(query[None])
     with FakeTensorMode(), pytest.raises(BatchError, match="query is a FakeTensor"):
         call(torch.empty(query.shape))
+
+
+def test_tangents_of_forward_mode_are_refused() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(Q, torch.ones_like(Q))
+        for _ in range(2):  # the second call finds a bound one
+            with pytest.raises(BatchError, match="query carries a tangent .*; pass"):
+                polyattn.attention(dual, K, K)
+            polyattn.attention(Q, K, K)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 2, "logit_soft_cap": 2.0}, {"sink_tokens": 1}]
+)
+def test_gradients_of_gradients_are_the_formulas(options: dict[str, Any]) -> None:
+    """The first sequence has more queries than keys: its first query sees nothing."""
+    asked = CallOptions(causal=True, **{"sliding_window": 3, **options})
+    query, key, value = (
+        torch.randn(n, heads, size, dtype=torch.float64, requires_grad=True)
+        for n, heads, size in ((4, 4, 3), (5, 2, 3), (5, 2, 2))
+    )
+
+    def call(*tensors: Tensor) -> Tensor:
+        query, key, value = tensors
+        return attend_packed(query, [3, 1], PackedKeys(key, value, [2, 3]), asked)[0]
+
+    assert torch.autograd.gradcheck(call, (query, key, value))
+    assert torch.autograd.gradgradcheck(call, (query, key, value))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"slopes": torch.rand(3, 4)}, "alibi_slopes has 3 rows; query_lens has 2"),
+        ({"lens": [5, 1, 3]}, "keys.lens has 3 rows; query_lens has 2"),
+        ({"starts": [0]}, "keys.starts has 1 rows; query_lens has 2"),
+        ({"query_lens": [4, 1]}, "query has 6 tokens; query_lens sum up to 5"),
+    ],
+)
+def test_slopes_of_each_sequence_need_a_row_for_each(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "query_lens": [5, 1],
+        "lens": [5, 1],
+        "slopes": torch.rand(2, 4),
+        **changed,
+    }
+    query, key = torch.randn(6, 4, 16), torch.randn(6, 2, 16)
+    keys = PackedKeys(key, key, given["lens"], given.get("starts"))
+    with pytest.raises(BatchError, match=message):
+        attend_packed(query, given["query_lens"], keys, CallOptions(), alibi_slopes=given["slopes"])
+
+
+@pytest.mark.parametrize("tokens", [(5, 6), (1, 5)])
+def test_values_without_elements_are_refused(tokens: tuple[int, int]) -> None:
+    """They read memory beyond them."""
+    query, key = (torch.randn(1, n, 2, 16) for n in tokens)
+    for none, name in ((key[..., :0], "v_head_size"), (key[:, :, :0], "num_kv_heads")):
+        pair = (none, none) if name == "num_kv_heads" else (key, none)
+        with pytest.raises(BatchError, match=f"{name}=0"):
+            polyattn.attention(query, *pair)
+        with pytest.raises(BatchError, match=f"{name}=0"):
+            polyattn.attention(
+                query[0], *(t[0] for t in pair), query_lens=tokens[:1], key_lens=tokens[1:]
+            )
+
+
+def test_tensors_of_other_layouts_are_named() -> None:
+    nested = torch.nested.nested_tensor([Q[0], Q[0, :2]])
+    for tensor, name in ((nested, "nested"), (Q.to_sparse(), "torch.sparse_coo")):
+        with pytest.raises(BatchError, match=f"query is {name}; kernels read dense tensors"):
+            polyattn.attention(tensor, K, K)
+
+
+def test_no_sequences_have_no_output() -> None:
+    """Also where the tensor of no tokens has gaps, which the output doesn't take over."""
+    query, key = torch.randn(0, 4, 32)[..., ::2], torch.randn(0, 4, 16)
+    keys = PackedKeys(key, key, [])
+    for slopes in (None, torch.rand(0, 4)):
+        out, _ = attend_packed(query, [], keys, CallOptions(), alibi_slopes=slopes)
+        assert out.shape == (0, 4, 16)
+
+
+def test_an_output_whose_elements_share_memory_is_refused() -> None:
+    layer = Attention(
+        LayerGroup(
+            LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32", cached=False)
+        )
+    )
+    query, key = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
+    with pytest.raises(BatchError, match="out has strides .* its elements share memory; clone it"):
+        layer(
+            query,
+            key,
+            key,
+            None,
+            Batch.from_lens([3], [3]),
+            out=torch.empty(1, 4, 8).expand(3, 4, 8),
+        )

@@ -97,6 +97,16 @@ def test_a_compressor_refuses_what_it_would_misread() -> None:
     for wrong in (states[:, :2], states.half()):
         with pytest.raises(BatchError, match="states"):
             compressor(rows, rows, wrong, batch)
+    moved = Batch.from_lens(
+        [3], [3], state_slots=torch.tensor([0]), state_targets=torch.tensor([0])
+    )
+    for tensor, step, match in (
+        (rows, moved, "state_targets: a compressor's states stay"),
+        (rows.clone().requires_grad_(), batch, "rows requires a gradient"),
+        (rows.to(torch.complex64), batch, "rows is .* of torch.complex64"),
+    ):
+        with pytest.raises(BatchError, match=match):
+            compressor(tensor, rows, states, step)
     with pytest.raises(BatchError, match="dtype=torch.bfloat16"):
         compressor.allocate_states(1, dtype=torch.bfloat16)
     with pytest.raises(SpecError, match="norm has shape"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from polyattn import Batch, LayerSpec, Recurrent, RecurrentSpec, select
 from polyattn_cpu.scans import delta_scan, gated_scan, low_rank_scan
 from torch import Tensor
 
@@ -50,3 +51,17 @@ def test_a_token_that_forgets_all_costs_no_precision_after_it(
     found, expected = scan(torch.float32).double(), scan(torch.float64)
     error = (found - expected).norm() / expected.norm()
     assert float(error) < 2e-6, float(error)
+
+
+def test_linear_attention_with_keys_of_one_element_sums_values() -> None:
+    spec = LayerSpec(
+        kind="linear", num_heads=4, num_kv_heads=2, head_size=1, v_head_size=8, dtype="float32",
+        scale=1.0, recurrent=RecurrentSpec(),
+    )  # fmt: skip
+    layer = Recurrent(select(spec, "cpu", backend="TORCH_SCAN"), decay=torch.zeros(4))
+    states, slots = layer.group.allocate_states(1), torch.tensor([0])
+    dice = torch.Generator().manual_seed(1)
+    v, one = torch.randn(5, 4, 8, generator=dice), torch.ones(5, 2, 1)
+    out = layer(one, one, v, states=states, plan=Batch.from_lens([5], [5], state_slots=slots))
+    torch.testing.assert_close(out, v.cumsum(0))
+    torch.testing.assert_close(states.data[0, :, 0], v.sum(0))

@@ -123,6 +123,8 @@ CACHES = [
     refused(BatchError, "targets=[1] must be", StateCache.accepted, [1], torch.tensor([1])),
     refused(BatchError, "counts is (1,) of torch.float32", StateCache.accepted,
             torch.tensor([[3, 4]]), torch.tensor([1.5])),
+    refused(BatchError, "counts is (1,) of torch.int64; it must be (2)", StateCache.accepted,
+            torch.tensor([[3, 4], [5, 6]]), torch.tensor([1])),
     refused(SpecError, "CacheWindow.window='4'", CacheWindow, 16, "4"),
     refused(SpecError, "CacheWindow.window=0 must be", CacheWindow, 16, 0),
     refused(SpecError, "CacheWindow.block_size=-1", CacheWindow, -1, 4),

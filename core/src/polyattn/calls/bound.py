@@ -20,7 +20,7 @@ from polyattn.calls.plans import (
 from polyattn.calls.views import View, packed_rows
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import PackedStrides
-from polyattn.runtime.inputs import refuse_gradients
+from polyattn.runtime.inputs import in_forward_mode, refuse_gradients
 from polyattn.runtime.program import Frame
 
 Ints = tuple[int, ...]
@@ -90,7 +90,8 @@ class BoundCall:
         alibi_slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: tensors of exactly the shapes, strides and dtypes that this was made for."""
-        if query.requires_grad or key.requires_grad or value.requires_grad:
+        recorded = query.requires_grad or key.requires_grad or value.requires_grad
+        if recorded or in_forward_mode():
             refuse_gradients(query=query, key=key, value=value)
         params, lse = PLAIN, None
         if sinks is not None or alibi_slopes is not None:

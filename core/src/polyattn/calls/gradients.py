@@ -1,7 +1,7 @@
 """Gradients where no kernel has a backward: the formula's, one sequence at a time.
 
 As FlashAttention's paper writes them (Dao et al., 2022, appendix B.2), with the weights whole: memory of
-queries x keys. They are computed without autograd, so that operators below it may ask for them too.
+queries x keys. They are torch's own operators, so gradients of gradients follow (`create_graph`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Recomputed(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-@torch.no_grad()
 def gradients(
     spec: LayerSpec,
     query: Tensor,

@@ -144,6 +144,11 @@ def _for_layer(
     backend: str | None,
     **fields: Any,
 ) -> LayerGroup:
+    for name in ("num_kv_heads", "v_head_size"):
+        if fields.get(name) == 0:  # a spec's 0 is the default, a tensor's is none
+            raise BatchError(
+                f"key or value has {name}=0; a key needs a head, and a value an element"
+            )
     dtype, scale = str(fields.pop("dtype")).removeprefix("torch."), fields.pop("scale", None)
     if scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")

@@ -118,6 +118,7 @@ def attend_packed(
     return out, lse
 
 
+@torch.no_grad()
 def packed_gradients(
     d_out: Tensor,
     query: Tensor,
@@ -212,6 +213,22 @@ def _by_sequence(
 ) -> tuple[Tensor, Tensor | None]:
     """ALiBi slopes of each sequence's own, (num_seqs, heads): a call for each."""
     starts, table = keys.starts, keys.block_table
+    each = {
+        "keys.lens": keys.lens,
+        "keys.starts": starts,
+        "block_table": table,
+        "alibi_slopes": slopes,
+    }
+    for name, rows in each.items():
+        if rows is not None and len(rows) != len(query_lens):
+            raise BatchError(
+                f"{name} has {len(rows)} rows; query_lens has {len(query_lens)} sequences"
+            )
+    if sum(query_lens) != len(query):
+        raise BatchError(f"query has {len(query)} tokens; query_lens sum up to {sum(query_lens)}")
+    if not query_lens:
+        no_slopes = slopes.new_zeros(query.shape[1])
+        return attend_packed(query, [], keys, asked, sinks=sinks, alibi_slopes=no_slopes)
     if starts is None and table is None:
         starts = list(accumulate(keys.lens, initial=0))
     outs, lses, at = [], [], 0

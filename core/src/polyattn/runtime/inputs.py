@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from polyattn.errors import BatchError, PolyattnError, describe, shown
 
@@ -62,6 +64,11 @@ def check_is_real(name: str, tensor: Tensor) -> None:
         raise BatchError(
             f"{name} is a FakeTensor and holds no numbers; leave FakeTensorMode, or use torch.compile"
         )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = "nested" if tensor.is_nested else str(tensor.layout)
+        raise BatchError(
+            f"{name} is {what}; kernels read dense tensors: pass packed or padded rows"
+        )
     if torch._C._get_tracing_state() is not None:
         raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -106,6 +113,12 @@ def check_tensors(device: torch.device, seen: bool = False, /, **expected: Expec
             raise bad_input(name, tensor, shape, dtype)
 
 
+def check_apart(out: Tensor) -> None:
+    """Check that each element of a caller's output has memory of its own. Raises `BatchError`."""
+    if 0 in out.stride() and not out.is_contiguous():
+        raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
+
+
 def check_slots(slot_mapping: Any, device: torch.device, seen: bool = False) -> None:
     """Check where `store` is to write to: (tokens,), int64 or int32. Raises `BatchError`."""
     check_tensor("slot_mapping", slot_mapping, device, seen)
@@ -123,20 +136,48 @@ def check_aligned(**tensors: Tensor | None) -> None:
             )
 
 
+def compiling() -> bool:
+    """Return whether `torch.compile` or `torch.export` traces this thread's call.
+
+    `torch.compiler.is_compiling` alone is true of all threads while one of them compiles.
+
+    Examples:
+        >>> from polyattn.host import compiling
+        >>> compiling()
+        False
+
+    """
+    return torch.compiler.is_compiling() and (
+        torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether torch's forward-mode differentiation is on, where tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_gradients(**tensors: Tensor | None) -> None:
-    """Refuse tensors that require a gradient: no backend has a backward pass.
+    """Refuse tensors that require a gradient or carry a tangent: backends differentiate nothing.
 
     Args:
         tensors: the call's tensors by name, or None.
 
     Raises:
-        BatchError: one requires a gradient while gradients are recorded.
+        BatchError: one requires a gradient while gradients are recorded, or is dual (forward mode).
 
     Examples:
         >>> with torch.no_grad():
         ...     refuse_gradients(query=torch.zeros(1, requires_grad=True))
 
     """
+    if in_forward_mode():
+        for name, tensor in tensors.items():
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise BatchError(
+                    f"{name} carries a tangent of forward-mode differentiation, which attention here "
+                    "would lose; pass forward_ad.unpack_dual(tensor).primal"
+                )
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

@@ -17,8 +17,10 @@ from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     Expected,
     capturing,
+    check_apart,
     check_tensor,
     check_tensors,
+    compiling,
     own_precision,
     refuse_gradients,
 )
@@ -115,7 +117,7 @@ class Layer(nn.Module, ABC):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Make what the caller doesn't bring, and run. `name`: the first input's, which must be there."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return torch_compile.traced(self, inputs, cache, plan, out)
         step, first = self.group.plan_for(plan), inputs[0]
         check_tensor(name, first, self.group.torch_device)
@@ -199,6 +201,7 @@ class ChoosingLayer(Layer):
         if choice is not None:
             expected["choice"] = expected_choice(spec, choice, tokens, device)
         check_tensors(device, **expected)
+        check_apart(out)
         self.group.check_cache(cache)
         refuse_gradients(**{name: tensor for name, (tensor, *_) in expected.items()})
         self._check_values(step.batch, cache, choice)

@@ -13,7 +13,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention, MochiAttention
 from diffusers.models.modeling_utils import ModelMixin
 from polyattn import PolyattnError
-from polyattn.host import Ledger, sdpa, sdpa_operator
+from polyattn.host import Ledger, compiling, sdpa, sdpa_operator
 from torch import Tensor
 
 LEDGER = Ledger("diffusers", "diffusers' native attention")
@@ -90,7 +90,7 @@ def attention(
             why = str(error)
     if return_lse or _parallel_config is not None:
         raise PolyattnError(f"diffusers asks for the LSE or context parallelism: {why}")
-    if not torch.compiler.is_compiling():
+    if not compiling():
         LEDGER.count_fallback("", why)
     return _NATIVE(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -128,7 +128,7 @@ def _serve(
         mask = mask[:, None, None]
     elif mask is not None and mask.dim() in (2, 3):
         mask = mask[(None,) * (4 - mask.dim())]
-    if torch.compiler.is_compiling() and not return_lse:
+    if compiling() and not return_lse:
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         whole: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "diffusers"

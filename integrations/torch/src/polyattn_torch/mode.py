@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.host import sdpa, sdpa_operator
+from polyattn.host import compiling, sdpa, sdpa_operator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -44,7 +44,7 @@ class SdpaMode(TorchFunctionMode):
         try:
             return scaled_dot_product_attention(*args, **kwargs)
         except PolyattnError as error:
-            if not torch.compiler.is_compiling():
+            if not compiling():
                 LEDGER.count_fallback("", str(error))
             return func(*args, **kwargs)
 
@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
     elif not enable_gqa and query.shape[1] != key.shape[1]:
         raise Unserved("other KV heads than heads without enable_gqa")
     mask = None if attn_mask is None else _four_sizes(attn_mask, dims - 2, key.shape[2])
-    if torch.compiler.is_compiling():
+    if compiling():
         out: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "torch"
         ).transpose(1, 2)

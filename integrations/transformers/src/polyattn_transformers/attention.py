@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from polyattn import PolyattnError
-from polyattn.host import CallOptions, attend_dense, sdpa
+from polyattn.host import CallOptions, attend_dense, compiling, sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -51,8 +51,8 @@ def attention(
     indices = kwargs.pop("indices", None)
     if indices is not None:
         attention_mask = _selected(module, attention_mask, indices, key.shape[2])
-    compiling = torch.compiler.is_compiling()
-    why = _refused(module, others, (query, key, value, sinks), dropout, kwargs, compiling)
+    traced = compiling()
+    why = _refused(module, others, (query, key, value, sinks), dropout, kwargs, traced)
     if "write_index" in kwargs:  # a step of continuous batching
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
@@ -61,7 +61,7 @@ def attention(
     if module.__dict__.get("_polyattn_invariance") and why not in TRAINING:
         call_options = CallOptions(is_causal, scaling, logit_soft_cap=softcap)
         return _invariant(module, query, key, value, attention_mask, call_options, sinks, why), None
-    if why is None and compiling:
+    if why is None and traced:
         return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
         ), None
@@ -74,7 +74,7 @@ def attention(
         except PolyattnError as error:
             why = str(error)
     by_sdpa = why in TRAINING and softcap is None and sinks is None
-    if not compiling:
+    if not traced:
         LEDGER.count_fallback(type(module).__name__, f"{why}; sdpa serves" if by_sdpa else why)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if by_sdpa:
@@ -95,7 +95,7 @@ def _invariant(
     level: Any = module._polyattn_invariance
     if why is None and (mask is not None or query.shape[2] != key.shape[2]):
         why = "a mask, or keys of earlier steps"
-    if why is not None or torch.compiler.is_compiling():
+    if why is not None or compiling():
         raise PolyattnError(
             f"batch_invariant={level!r}: {type(module).__name__} was called with "
             f"{why or 'torch.compile'}; pass whole sequences without padding, or serve them by "
@@ -180,11 +180,11 @@ def _refused(
     tensors: tuple[Tensor | None, ...],
     dropout: float,
     kwargs: dict[str, Any],
-    compiling: bool,
+    traced: bool,
 ) -> str | None:
     """Return why a call can't be served, None where it can, for all but its mask."""
     # Hooks of models collect attention weights.
-    collected = None if compiling else _active_collector.get()  # type: ignore[no-untyped-call]
+    collected = None if traced else _active_collector.get()  # type: ignore[no-untyped-call]
     if kwargs.get("output_attentions") or (
         collected and any("attentions" in name for name in collected)
     ):

@@ -253,11 +253,12 @@ def _grouped_scan(
 ) -> None:
     """Scan with a state of (heads, K, V), laid out as (groups, K, heads of a group * V)."""
     groups, heads = spec.num_kv_heads, spec.num_heads
-    shape = (groups, heads // groups, *state.shape[1:])
-    wide = state.view(shape).transpose(1, 2).reshape(groups, state.shape[1], -1)
-    gated_scan(q, k, v, g, wide, out)
-    back = wide.view(groups, state.shape[1], heads // groups, -1).transpose(1, 2)
-    state.copy_(back.reshape(state.shape))
+    by_key = state.view(groups, heads // groups, *state.shape[1:]).transpose(1, 2)
+    wide = by_key.clone(
+        memory_format=torch.contiguous_format
+    )  # a view of one key would share memory
+    gated_scan(q, k, v, g, wide.flatten(2), out)
+    by_key.copy_(wide)
 
 
 def _rg_lru_terms(x: Tensors, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,9 +102,8 @@ def by_token(
 
 
 def given_inputs(spec: LayerSpec, inputs: Mapping[str, Tensor], none: Tensor) -> tuple[Tensor, ...]:
-    """Return the inputs in the kernels' order, elements of a head as neighbours; `none` for none."""
-    tensors = [inputs[name] if name else none for name in INPUTS[spec.kind]]
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    """Return the inputs in the kernels' order; `none` for none."""
+    return tuple(inputs[name] if name else none for name in INPUTS[spec.kind])
 
 
 def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -197,7 +197,7 @@ class TritonScan(RecurrentBackend):
             return
         if self._deltas is not None and plan.phase == "prefill":
             if plan.pieces is not None and plan.pieces.count:
-                tensors = tuple(dense(frame.inputs[x]) for x in ("q", "k", "v", "g", "beta"))
+                tensors = tuple(frame.inputs[x] for x in ("q", "k", "v", "g", "beta"))
                 self._deltas(tensors, frame.out, frame.states, plan.meta, plan.pieces)
             return
         names, phase = frozenset(frame.params), plan.phase
@@ -223,7 +223,7 @@ class TritonScan(RecurrentBackend):
             self._channels(tensors, out, states, plan.meta, plan.pieces)
 
     def _convolve(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
-        x, out, states = dense(frame.inputs["x"]), frame.out, frame.states
+        x, out, states = frame.inputs["x"], frame.out, frame.states
         tensors = (x, out, states, frame.params["weight"], frame.params.get("bias", self._none))
         strides = (x.stride(0), out.stride(0), states.stride(0))
         if plan.targets is not None:
@@ -245,8 +245,8 @@ class TritonScan(RecurrentBackend):
 
     def _mamba1(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
         inputs, params, states, out = frame.inputs, frame.params, frame.states, frame.out
-        tensors = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
-        tensors.append(dense(inputs["z"]) if "z" in inputs else tensors[0])
+        tensors = [inputs[name] for name in ("x", "dt", "B", "C")]
+        tensors.append(inputs.get("z", tensors[0]))
         if plan.phase == "prefill":
             assert self._selective is not None and plan.config is not None
             self._selective(tensors, params, out, states, plan.meta, plan.config, plan.pieces)
@@ -269,7 +269,7 @@ class TritonScan(RecurrentBackend):
         spec, none = self.spec, self._none
         mamba = spec.kind is AttentionKind.MAMBA2
         names = ("C", "B", "x") if mamba else ("q", "k", "v")
-        q, k, v = (dense(inputs[name]) for name in names)
+        q, k, v = (inputs[name] for name in names)
         dt, g, beta = (inputs.get(name, none) for name in ("dt", "g", "beta"))
         rate = params["A"] if mamba else params.get("decay", none)
         optional = (params.get("D", none), params.get("dt_bias", none))
@@ -279,7 +279,7 @@ class TritonScan(RecurrentBackend):
         along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
         phase = "prefill" if plan.phase == "prefill" else "decode"
         config = SCANS[spec.kind, phase]
-        z = dense(inputs["z"]) if "z" in inputs else v
+        z = inputs.get("z", v)
         of_z = z.stride()[:2]
         to, each = plan.goal
         grid = (
@@ -300,8 +300,3 @@ class TritonScan(RecurrentBackend):
                 grid, (q, k, v, dt, g, rate, *optional, z, out, states, *plan.meta), scale,
                 (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (), constants, options,
             )  # fmt: skip
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with its last dimension contiguous, which the kernels count on."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -27,7 +27,7 @@ from polyattn_triton.channels import by_token, channel_constants, feature_map, g
 from polyattn_triton.kernels.pieces import phi_kernel, unit_pieces_kernel
 from polyattn_triton.kernels.token import unit_kernel
 from polyattn_triton.launch import Launcher, multiprocessors, power
-from polyattn_triton.scan import ScanPlan, dense
+from polyattn_triton.scan import ScanPlan
 from polyattn_triton.selective import LEAST_PIECE, SCHEDULERS, Pieces
 
 UNITS = 64
@@ -143,7 +143,7 @@ class TritonTokenScan(RecurrentBackend):
             programs, size = pieces.count, pieces.size
         if spec.kind is AttentionKind.RG_LRU:
             kernel, each = _unit_pieces, 2 * spec.num_heads
-            tensors = [dense(frame.inputs[n]) for n in ("x", "input_gate", "recurrent_gate")]
+            tensors = [frame.inputs[n] for n in ("x", "input_gate", "recurrent_gate")]
             strides = tuple(t.stride(0) for t in (*tensors, out, states))
             tensors.append(frame.params["Lambda"])
         else:
@@ -165,7 +165,7 @@ class TritonTokenScan(RecurrentBackend):
 
     def _units(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         out, states = frame.out, frame.states
-        tensors = [dense(frame.inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
+        tensors = [frame.inputs[name] for name in ("x", "input_gate", "recurrent_gate")]
         to, each = plan.goal
         strides = (*[tensor.stride(0) for tensor in (*tensors, out, states)], each)
         _unit(

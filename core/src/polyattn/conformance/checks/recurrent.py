@@ -159,15 +159,18 @@ def recurrent_out(case: Case, harness: Harness) -> None:
 
 
 def recurrent_strided(case: Case, harness: Harness) -> None:
-    """Inputs may be slices of one fused projection."""
+    """Inputs may be slices of one fused projection, and may have gaps between neighbours."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
-    wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in step.tokens]
+    whole, start = step.tokens, step.states.data.clone()
+    wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in whole]
     step.tokens = [
-        w[:, : w.shape[1] // 2].unflatten(1, x.shape[1:])
-        for w, x in zip(wide, step.tokens, strict=True)
+        w[:, : w.shape[1] // 2].unflatten(1, x.shape[1:]) for w, x in zip(wide, whole, strict=True)
     ]
     step.check()
+    step.states.data.copy_(start)
+    step.tokens = [torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0] for x in whole]
+    step.check("with gaps: ")
 
 
 def recurrent_plans(case: Case, harness: Harness) -> None:

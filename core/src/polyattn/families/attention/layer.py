@@ -29,6 +29,7 @@ from polyattn.runtime.inputs import (
     check_aligned,
     check_is_real,
     check_tensor,
+    compiling,
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
@@ -195,7 +196,7 @@ class Attention(Layer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:

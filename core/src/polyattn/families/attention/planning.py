@@ -27,7 +27,13 @@ from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
-from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
+from polyattn.runtime.inputs import (
+    bad_input,
+    check_apart,
+    check_tensor,
+    in_forward_mode,
+    refuse_gradients,
+)
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.store import Store, claimed_rotation
@@ -269,6 +275,7 @@ class AttentionStep(StepPlan):
                     self.call(query, key, value, cache, params, view, lse)
                     return out
                 raise bad_input("out", out, self.out_shape, self.out_dtype)
+            _check_strides(out)
         if key is not None and value is not None:
             key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
@@ -276,12 +283,11 @@ class AttentionStep(StepPlan):
         # Kernels step by tokens and heads; what has gaps within a head is copied.
         if query.stride()[2] != 1:  # quicker than stride(2)
             query = query.contiguous()
-        if out.stride()[2] != 1:
-            raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if (
             query.requires_grad
             or (key is not None and key.requires_grad)
             or (value is not None and value.requires_grad)
+            or in_forward_mode()
         ):
             refuse_gradients(query=query, key=key, value=value)
         frame = Frame(query, key, value, cache, params, out, lse)
@@ -432,3 +438,9 @@ class Planner(StepPlanner):
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)
+
+
+def _check_strides(out: Tensor) -> None:
+    if out.stride()[2] != 1:
+        raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
+    check_apart(out)

@@ -180,5 +180,5 @@ class Recurrent(Layer):
             fits = tensor.dtype is dtype or (name in GATES and tensor.dtype is torch.float32)
             if tensor.shape != shape or not fits:
                 raise bad_input(name, tensor, shape, dtype)
-            named[name] = tensor
+            named[name] = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
         return named

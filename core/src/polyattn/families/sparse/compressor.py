@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.cache.room import room
-from polyattn.runtime.inputs import bad_input, check_tensor, torch_device
+from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients, torch_device
 from polyattn.runtime.parameters import check_shape
 from polyattn.runtime.rotation import rms_norm
 from polyattn.runtime.step.batch import Batch
@@ -132,14 +132,14 @@ class Compressor:
         """
         self._check(rows, gates, states, batch)
         spec, m, device = self.spec, self.spec.tokens_per_entry, rows.device
-        new = rows.detach().to(states.dtype)
+        new = rows.to(states.dtype)
         counts = [-(-query // m) for query in batch.query_lens]
         each, positions, ends = token_places(batch)
         of = torch.arange(batch.num_seqs, device=device)
         starts, lens = batch.query_start_loc.long(), batch.seq_lens.long()
         firsts = (lens - starts[1:] + starts[:-1]).clamp(min=0)  # the first new token's position
         if gates is not None:
-            gates = gates.detach().to(states.dtype)
+            gates = gates.to(states.dtype)
             if self.bias is not None:
                 gates = gates + self.bias.to(states.dtype)[positions % m]
             new = torch.cat([new, gates], 1)
@@ -226,14 +226,20 @@ class Compressor:
             raise BatchError(
                 "the batch has no state_slots, which say whose states are whose: pass them"
             )
+        if batch.state_targets is not None:
+            raise BatchError(
+                "state_targets: a compressor's states stay in their slots, and have room for "
+                f"drafts={spec.drafts} rejected tokens; pass a batch without state_targets"
+            )
         if (gates is None) != (spec.reduction == "mean"):
             raise BatchError(
                 f"gates {'are missing' if gates is None else 'were given'}: reduction={spec.reduction!r}"
             )
         for name, tensor in (("rows", rows), ("gates", rows if gates is None else gates)):
             check_tensor(name, tensor, batch.device)
-            if tensor.shape != (tokens, spec.channels):
-                raise bad_input(name, tensor, (tokens, spec.channels))
+            if tensor.shape != (tokens, spec.channels) or not tensor.is_floating_point():
+                raise bad_input(name, tensor, (tokens, spec.channels), torch.float32)
+        refuse_gradients(rows=rows, gates=gates)
         width = spec.channels * (1 if gates is None else 2)
         check_tensor("states", states, batch.device)
         if (

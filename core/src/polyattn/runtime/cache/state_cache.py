@@ -114,6 +114,8 @@ class StateCache:
             if tensor.dim() != dims or tensor.dtype not in (torch.int64, torch.int32):
                 shape = ("num_seqs", "tokens")[:dims]
                 raise bad_input(name, tensor, shape, torch.int64)
+        if len(counts) != len(targets):
+            raise bad_input("counts", counts, (len(targets),), counts.dtype)
         return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
 
     def copy(self, source: int, target: int) -> None:

@@ -83,8 +83,7 @@ class NativeScan(RecurrentBackend):
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:
         inputs, params, states = frame.inputs, frame.params, frame.states
         spec = self.spec
-        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs.values()]
-        rows = b"".join(map(_rows, tensors)) + _NO_ROWS * (6 - len(tensors))
+        rows = b"".join(map(_rows, inputs.values())) + _NO_ROWS * (6 - len(inputs))
         weights = [params.get(name) for name in PARAMS.get(spec.kind, ())]
         whole = [None if weight is None else weight.contiguous() for weight in weights]
         pointers = [0 if weight is None else weight.data_ptr() for weight in whole]
