@@ -26,7 +26,7 @@ CAPTURED = torch.tensor([0.5, 2.0])
 
 
 def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return 30.0 * torch.tanh(score / 30.0) * CAPTURED[h % 2]
+    return torch.clamp(30.0 * torch.tanh(score / 30.0), -25.0, 25.0) * CAPTURED[h % 2]
 
 
 def gamma(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -116,7 +116,9 @@ def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     plain = compile_phase(BASE, "sm_90", phase)
     found = compile_phase(spec, "sm_90", phase)
     assert found.metadata.shared <= 227 << 10
-    assert found.asm["cubin"] != plain.asm["cubin"]
+    # torch's clamp keeps NaN, which a GPU's own minimum and maximum drop.
+    for name in ("min.NaN.f32", "max.NaN.f32"):
+        assert name in found.asm["ptx"] and name not in plain.asm["ptx"]
 
 
 @pytest.mark.parametrize(
