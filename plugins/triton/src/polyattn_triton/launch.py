@@ -143,20 +143,30 @@ def merge_constants(
     )  # fmt: skip
 
 
+def facts(device: torch.device) -> Any:
+    """Return what torch knows of a GPU; None of a host, which interprets kernels."""
+    return torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return how many a device has; a few where kernels are interpreted."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = facts(device)
+    return 4 if gpu is None else gpu.multi_processor_count
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Return how much a GPU's L2 cache holds; 0 for a host."""
+    gpu = facts(device)
+    return 0 if gpu is None else gpu.L2_cache_size
 
 
 def fitting(device: torch.device, needed: int, most: int) -> int:
     """Return how many programs, at most `most`, of so many bytes of shared memory run on one."""
-    if device.type != "cuda":
+    gpu = facts(device)
+    if gpu is None:
         return min(most, 2)
-    facts = torch.cuda.get_device_properties(device)
     # torch for ROCm names the block's alone: there it is the multiprocessor's.
-    held: int = getattr(facts, "shared_memory_per_multiprocessor", facts.shared_memory_per_block)
+    held: int = getattr(gpu, "shared_memory_per_multiprocessor", gpu.shared_memory_per_block)
     return max(1, min(most, held // (needed + 1024)))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.hopper.widening import is_exact, widening
-from polyattn_triton.launch import Site
+from polyattn_triton.launch import Site, l2_bytes, multiprocessors
 from polyattn_triton.schedule import EVEN, Ints, fullest
 
 if TYPE_CHECKING:
@@ -219,9 +219,7 @@ def hopper_prefill(
     spec: LayerSpec, arch: str, device: torch.device, generated: Generated | None = None
 ) -> HopperPrefill | None:
     """Return what launches the kernel for a layer on this device, if it serves that."""
-    config = hopper_config(spec, arch, generated)
-    if config is None or device.type != "cuda":
+    config, cached = hopper_config(spec, arch, generated), int(CACHED * l2_bytes(device))
+    if config is None or not cached:
         return None
-    facts = torch.cuda.get_device_properties(device)
-    cached = int(CACHED * facts.L2_cache_size)
-    return HopperPrefill(spec, config, facts.multi_processor_count, cached, generated)
+    return HopperPrefill(spec, config, multiprocessors(device), cached, generated)
