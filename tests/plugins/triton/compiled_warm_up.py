@@ -39,10 +39,10 @@ def main() -> None:
     backend = TritonAttention(spec, form, device_of("sm_90"))
     with compiling_for("sm_90"):
         backend.warm_up(tuple(sys.argv[2:]))
-    for kernel in (prefill_kernel, decode_kernel, list_kernel):
-        found = list(kernel.device_caches[0][0].values())
-        assert all(compiled.asm["cubin"] for compiled in found)
-        print(kernel.__name__, len(found))
+        for kernel in (prefill_kernel, decode_kernel, list_kernel):
+            found = list(kernel.device_caches[0][0].values())
+            assert all(compiled.asm["cubin"] for compiled in found)
+            print(kernel.__name__, len(found))
     print("here", len(compiled))
     print("elsewhere", len(sent))
 
