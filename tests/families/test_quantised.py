@@ -8,6 +8,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import BatchError, SelectionError, SpecError
+from polyattn.workload.base import workload
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -109,6 +110,15 @@ def test_an_output_in_e4m3_saturates(backend: str, scale: Any) -> None:
     value = exact(rows, (1.0, 1.0, 300.0))[2].repeat_interleave(2, 1) / float(scale)
     assert torch.equal(out.float(), value.float().clamp(-448, 448).to(E4M3).float())
     assert out.float().abs().max() == 448
+
+
+@SERVING
+def test_the_kit_expects_an_output_to_saturate(backend: str) -> None:
+    """Sums of 1,000 values by sigmoids leave e4m3's range at a scale for values near 1."""
+    spec = SPEC.replace(out_dtype="fp8", variant="flash_sigmoid")
+    step: Any = workload(LayerGroup(select(spec, "cpu", backend=backend)), [(9, 1000)])
+    step.check()
+    assert step.out.float().abs().max() == 448
 
 
 def test_numbers_may_be_assigned_anew() -> None:

@@ -36,6 +36,8 @@ def everything(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, table: 
     far = torch.clamp(k - q, -4, 7) // 3
     found = torch.where((far % 2 == 0) & (h != 1), torch.tanh(s) + 0.5 * torch.abs(s), -s)
     found = found + table[far, b] + torch.exp(-torch.abs(s)) + torch.sigmoid(s) ** 2
+    kept = torch.clamp(torch.where(k % 3 == 1, torch.nan, s), -1.0, 1.0)  # NaN stays NaN
+    found = torch.where(kept == kept, found, -found)
     return torch.maximum(found, torch.sqrt(1.0 + s * s)) - torch.log(2.0 + k.to(torch.float32))
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import triton
+from ahead import compiling_for, device_of
 from polyattn import LayerSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn_triton.attention import TritonAttention
@@ -18,13 +18,6 @@ from polyattn_triton.compiling import side_by_side
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
-from triton.backends.compiler import GPUTarget
-
-DRIVER = SimpleNamespace(
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
-)
 
 
 def main() -> None:
@@ -38,19 +31,18 @@ def main() -> None:
         compile_elsewhere(self, asked)
 
     side_by_side.Compilers.compile = compile_and_count  # type: ignore[method-assign]
-    triton.runtime.driver.set_active(DRIVER)  # type: ignore[arg-type]
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, block_size=16)
     spec = spec.replace(**json.loads(sys.argv[1]))
     form = CacheFormat(
         block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="bfloat16"
     )
-    device: Any = SimpleNamespace(arch="sm_90", torch_device="cpu")
-    backend = TritonAttention(spec, form, device)
-    backend.warm_up(tuple(sys.argv[2:]))
-    for kernel in (prefill_kernel, decode_kernel, list_kernel):
-        found = list(kernel.device_caches[0][0].values())
-        assert all(compiled.asm["cubin"] for compiled in found)
-        print(kernel.__name__, len(found))
+    backend = TritonAttention(spec, form, device_of("sm_90"))
+    with compiling_for("sm_90"):
+        backend.warm_up(tuple(sys.argv[2:]))
+        for kernel in (prefill_kernel, decode_kernel, list_kernel):
+            found = list(kernel.device_caches[0][0].values())
+            assert all(compiled.asm["cubin"] for compiled in found)
+            print(kernel.__name__, len(found))
     print("here", len(compiled))
     print("elsewhere", len(sent))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from interpreting import interpreted
+from polyattn import LayerSpec, SparseSpec
 
 pytest.importorskip("triton")
 
@@ -103,15 +104,20 @@ def test_what_is_named_is_what_torch_names(cases: str, least: int, tmp_path: Pat
     "arch", [pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_90", "gfx942")]
 )
 def test_it_compiles_to_machine_code(arch: str) -> None:
-    from polyattn_triton.kernels.choice import chosen_pages_kernel, chosen_places_kernel
-    from triton_ahead import compile_kernel
+    """Pages, and places where the value lies in the key."""
+    from ahead import launches
 
-    kinds = dict.fromkeys(("IDS", "TABLE", "STARTS", "LENS", "OUT", "OUT_LENS"), "i32")
-    constants = (4, 4, 16, 128, 1, 128, 128, True, False, True)
-    pages = compile_kernel(
-        chosen_pages_kernel, kinds | {"HEADS": "i64"}, constants, arch, {"num_warps": 1}
-    )
-    constants = (512, 1, 4, 64, True, True)
-    places = compile_kernel(chosen_places_kernel, kinds, constants, arch, {"num_warps": 4})
-    for kernel in (pages, places):
-        assert len(kernel.asm["cubin" if arch == "sm_90" else "hsaco"]) > 500
+    pages = LayerSpec(
+        kind="sparse", num_heads=32, num_kv_heads=4, head_size=128,
+        sparse=SparseSpec(budget=16, granularity=128, scope="kv_head"),
+    )  # fmt: skip
+    places = LayerSpec(
+        kind="sparse", num_heads=64, num_kv_heads=1, head_size=512, learned_sinks=True,
+        sparse=SparseSpec(budget=512, tokens_per_entry=4, value_in_key=True),
+    )  # fmt: skip
+    for spec, backend, name in (
+        (pages, "TRITON_ATTN", "chosen_pages_kernel"),
+        (places, "TRITON_MLA_SPARSE", "chosen_places_kernel"),
+    ):
+        (launch,) = (one for one in launches(spec, arch, [(1, 900)], backend) if one.name == name)
+        assert len(launch.compiled(arch).asm["cubin" if arch == "sm_90" else "hsaco"]) > 500

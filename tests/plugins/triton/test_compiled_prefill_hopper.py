@@ -10,9 +10,9 @@ from polyattn import LayerSpec
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+from ahead import compile_phase
 from machine_code import told, usage
 from polyattn_triton.configs import HOPPER
-from triton_ahead import compile_hopper
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 SHAPES = [
@@ -42,7 +42,9 @@ SHAPES = [
 def test_compiles_for_hopper(changes: dict[str, Any], block_size: int, split: bool) -> None:
     """Its program fits on a multiprocessor, and no register of the loops over keys lies in memory."""
     spec = PLAIN.replace(**changes)
-    kernel, config = compile_hopper(spec, block_size, split), HOPPER[spec.head_size]
+    spec, config = spec.replace(block_size=block_size or None), HOPPER[spec.head_size]
+    phase = ("paged" if block_size else "prefill") + " pieces" * split
+    kernel = compile_phase(spec, "sm_90", phase, own=True)
     assert kernel.metadata.shared <= 227 << 10
     # Blocks looked up ahead and those of the tile before: Triton 3.6 can lose one of them.
     carried = [line for line in kernel.asm["ttgir"].splitlines() if "iter_args" in line]

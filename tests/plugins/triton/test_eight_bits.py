@@ -30,7 +30,7 @@ def test_interpreted() -> None:
 )
 def test_compiled(arch: str, rounds: bool, wanted: str) -> None:
     """Both products are of e4m3 numbers, or neither is: then they are made float16."""
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     asm = compile_phase(SPEC.replace(fp8_compute=rounds), arch, "paged").asm["ptx"]
     products = re.findall(r"mma(?:\.sync|_async)\.\S+?f32\.(\w+)\.(\w+)", asm)

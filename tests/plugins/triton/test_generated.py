@@ -26,7 +26,7 @@ CAPTURED = torch.tensor([0.5, 2.0])
 
 
 def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return 30.0 * torch.tanh(score / 30.0) * CAPTURED[h % 2]
+    return torch.clamp(30.0 * torch.tanh(score / 30.0), -25.0, 25.0) * CAPTURED[h % 2]
 
 
 def gamma(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -111,12 +111,14 @@ def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["split", "prefill"])
 def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     plain = compile_phase(BASE, "sm_90", phase)
     found = compile_phase(spec, "sm_90", phase)
     assert found.metadata.shared <= 227 << 10
-    assert found.asm["cubin"] != plain.asm["cubin"]
+    # torch's clamp keeps NaN, which a GPU's own minimum and maximum drop.
+    for name in ("min.NaN.f32", "max.NaN.f32"):
+        assert name in found.asm["ptx"] and name not in plain.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -134,17 +136,17 @@ def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_core_s_own_compile(arch: str, whole: bool, fields: dict[str, str]) -> None:
-    from triton_ahead import compile_phase, phases_of
+    from ahead import phases_of
 
     layer = BASE.replace(**fields)
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     phases = phases_of(layer, arch)
     if not whole:  # each kernel once, in the way that has most of the functions in it
         last = "paged pieces listed" if "list" in phases else "paged pieces"
-        phases = tuple(phase for phase in phases if phase in ("listed", last, "list", "merge"))
+        wanted = phases.keys() & {"listed", last, "list", "merge"}
+        phases = {phase: phases[phase] for phase in wanted}
         assert len(phases) >= 3
-    for phase in phases:
-        assert len(compile_phase(layer, arch, phase).asm[kind]) > 500
+    assert all(len(launch.compiled(arch).asm[kind]) > 500 for launch in phases.values())
 
 
 def test_what_cannot_be_generated_is_named() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ahead import compile_phase
 from machine_code import BYTES, code_of, read_unwritten, unwritten_in
 from polyattn import LayerSpec
-from triton_ahead import compile_phase
 
 WRITTEN = """
         /*0000*/                   UMOV UR34, UR46 ;

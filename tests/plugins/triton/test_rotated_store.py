@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from interpreting import interpreted
-from polyattn import LayerSpec
+from polyattn import Attention, LayerSpec
 from polyattn.spec.norm import NormSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.base import workload
 
 pytest.importorskip("triton")
-from triton_ahead import compile_phase
+from ahead import Launch, group_of, recorded
 
 TESTS = Path(__file__).parents[2]
 SCRIPT = f"""
@@ -59,6 +61,19 @@ FORMS = {
 }
 
 
+def storing(spec: LayerSpec, arch: str) -> Launch:
+    """What stores keys and values with a bias, normed and rotated."""
+    heads, norms = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}, {}
+    if spec.qk_norm is not None:
+        each = {n: count if spec.qk_norm.over == "token" else 1 for n, count in heads.items()}
+        norms = {n: torch.ones(count * 128, dtype=torch.bfloat16) for n, count in each.items()}
+    bias = torch.ones((spec.num_heads + 2 * spec.num_kv_heads) * 128, dtype=torch.bfloat16)
+    layer = Attention(group_of(spec, arch, "TRITON_ATTN"), rotate=True, qkv_bias=bias, **norms)
+    with recorded() as launches:
+        workload(layer, [(3, 40)]).run()
+    return launches[0]
+
+
 @pytest.mark.parametrize(
     ("arch", "form"),
     [
@@ -74,7 +89,7 @@ FORMS = {
     ],
 )
 def test_compiles_to_machine_code(arch: str, form: str) -> None:
-    kernel = compile_phase(FORMS[form], arch, "rotate")
+    kernel = storing(FORMS[form], arch).compiled(arch)
     binary = kernel.asm["cubin" if arch.startswith("sm_") else "hsaco"]
     assert len(binary) > 500
     if arch.startswith("sm_"):

@@ -15,7 +15,7 @@ SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="nv
     "phase", ["decode", *(pytest.param(p, marks=pytest.mark.slow) for p in ("paged", "write"))]
 )
 def test_compiles_to_machine_code(phase: str) -> None:
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     kernel = compile_phase(SPEC, "sm_90", phase)
     assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
@@ -24,24 +24,26 @@ def test_compiles_to_machine_code(phase: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "nvfp4", "kivi4", "kivi2"])
 def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> None:
+    from ahead import compile_phase
     from polyattn_triton.hopper.packing import PLACES
     from polyattn_triton.variants import FEW_ON_ONE
     from test_triton import programs_on_one
-    from triton_ahead import compile_packed
 
+    spec = SPEC.replace(kv_cache_dtype=name)
     for way, layout in product(("decode", "many", "listed"), ("NHD", "HND")):
-        kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), way, layout=layout)
+        kernel = compile_phase(spec, "sm_90", way, own=True, layout=layout)
         assert programs_on_one(kernel, 160) >= FEW_ON_ONE * PLACES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp4", "e4m3_rows", "int8_rows", "turboquant4"])
 def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str) -> None:
+    from ahead import compile_phase
     from polyattn_triton.variants import MANY_ON_ONE
     from test_triton import programs_on_one
-    from triton_ahead import compile_packed
 
-    kernel = compile_packed(SPEC.replace(kv_cache_dtype=name), "decode")
+    spec = SPEC.replace(kv_cache_dtype=name)
+    kernel = compile_phase(spec, "sm_90", "decode", own=True)
     assert programs_on_one(kernel, 160) >= MANY_ON_ONE
     assert kernel.metadata.shared * MANY_ON_ONE <= 227 << 10
 
@@ -50,7 +52,7 @@ def test_a_multiprocessor_holds_four_programs_of_four_stages(name: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "gfx942"])
 def test_needs_no_small_types_of_the_device(arch: str) -> None:
     """e2m1 and e4m3 are read as float16's bits: chips that know neither serve it, too."""
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     for phase in ("decode", "write"):
         kernel = compile_phase(SPEC, arch, phase)
@@ -63,7 +65,7 @@ def test_needs_no_small_types_of_the_device(arch: str) -> None:
     ["nvfp4", "int4", "mxfp4", "kivi2", "turboquant4", "int8_rows", "e4m3_rows", "int8_rows/int4"],
 )
 def test_every_format_compiles_to_machine_code(name: str) -> None:
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     for dtype, phase in (
         *product(("bfloat16", "float16"), ("listed", "paged")),
@@ -79,12 +81,10 @@ def test_every_format_compiles_to_machine_code(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_turning_compiles_to_machine_code(arch: str) -> None:
-    from polyattn_triton.attention import TURNED_PART, TURNED_ROWS
-    from polyattn_triton.kernels.turned import turn_kernel
-    from triton_ahead import compile_kernel
+    from ahead import launches
 
-    constants = 32, 128, 128, TURNED_ROWS, TURNED_PART
-    for rows, out in (("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")):
-        pointers = {"ROWS": rows, "MATRIX": "fp32", "OUT": out}
-        kernel = compile_kernel(turn_kernel, pointers, constants, arch, {"num_warps": 4})
-        assert kernel.metadata.shared <= 48 << 10
+    for dtype in ("bfloat16", "float16"):
+        spec = SPEC.replace(kv_cache_dtype="turboquant4", dtype=dtype)
+        turns = [one for one in launches(spec, arch, [(3, 40)]) if one.name == "turn_kernel"]
+        assert len(turns) == 2  # queries, and outputs back
+        assert all(one.compiled(arch).metadata.shared <= 48 << 10 for one in turns)

@@ -17,27 +17,29 @@ from polyattn import LayerSpec
 pytest.importorskip("triton")
 
 import triton
-import triton_ahead
+from ahead import compiling_for, launch_of
 from polyattn_triton.compiling import side_by_side
-from polyattn_triton.compiling import worker as compile_worker
 from polyattn_triton.functions import pointwise
+from polyattn_triton.launch import load
 
-TARGET = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+SPEC = LayerSpec(num_heads=4, head_size=64)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What Triton would be asked for: a merge, for sm_90, in a cache that is empty."""
+    """What Triton is asked for: a merge, for sm_90, in a cache that is empty."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_ahead, "compile_source", lambda source, _, options: (source, options))
-        source, options = triton_ahead.compile_phase(
-            LayerSpec(num_heads=4, head_size=64), "sm_90", "merge"
-        )
-    compile_worker.settle(source.fn)  # as whoever launches it does
-    parsed = triton.compiler.make_backend(TARGET).parse_options(dict(options))
-    variables = triton.compiler.compiler.get_cache_invalidating_env_vars()
-    return {"src": source, "target": TARGET, "options": parsed, "env_vars": variables}
+    monkeypatch.setattr(side_by_side, "BY_PROCESSES", True)
+    taken: list[dict[str, Any]] = []
+
+    class Taker(side_by_side.Compilers):
+        def compile(self, asked: Any) -> None:
+            taken.append(dict(asked))
+            raise RuntimeError("nothing is compiled")
+
+    with compiling_for("sm_90"), side_by_side.at_once(Taker()):
+        launch_of(SPEC, "sm_90", "merge").handed()
+    return taken[0]
 
 
 def compiled_here(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -47,7 +49,9 @@ def compiled_here(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> boo
         triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
     )
     options = asked["options"].__dict__
-    triton.compile(asked["src"], target=TARGET, options=options, _env_vars=asked["env_vars"])
+    triton.compile(
+        asked["src"], target=asked["target"], options=options, _env_vars=asked["env_vars"]
+    )
     return hits == [False]
 
 
@@ -79,6 +83,21 @@ def test_what_fails_is_said_and_compiled_here(
     assert "TRITON_ATTN compiles merge_kernel in this process" in caplog.text
     if fault != "it can't":
         assert compiled_here(asked, monkeypatch)
+
+
+@pytest.mark.parametrize("by_processes", [True, False])
+def test_a_kernel_that_fails_leaves_the_next_build_alone(
+    by_processes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton's own mode stays active behind a compiler's error."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(side_by_side, "BY_PROCESSES", by_processes)
+    failing = launch_of(SPEC, "sm_90", "merge").but(AT_ONCE=3)  # a range of no power of two
+    for _ in range(2):
+        with compiling_for("sm_90"), side_by_side.at_once(side_by_side.Compilers()):
+            asked = failing.handed()
+        with pytest.raises(triton.CompilationError):
+            load([asked])
 
 
 class Deadly:

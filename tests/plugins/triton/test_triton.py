@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ import pytest
 from forks import python
 from interpreting import interpreted
 from kits import conforms
-from polyattn import LayerSpec, SparseSpec
+from polyattn import LatentSpec, LayerSpec, SparseSpec
 from polyattn.kernel import AttentionKind, RecurrentSpec
-from polyattn.spec.decompose import over_rows
 
 triton = pytest.importorskip("triton")
 
@@ -44,17 +44,15 @@ LARGEST = ("listed", "paged pieces", "prefix high", "merge", "merge many", "writ
 """Each kernel once, in the way that asks most of a chip: listed work, pieces of pages, high tiles."""
 
 
-def compiled_bytes(
-    spec: LayerSpec, arch: str, phases: tuple[str, ...] | None = None
-) -> dict[str, int]:
+def compiled_bytes(spec: LayerSpec, arch: str, phases: tuple[str, ...] = ()) -> dict[str, int]:
     """Compile a layer's phases, of `phases` those that it has; returns the machine code's sizes."""
-    from triton_ahead import compile_phase, phases_of
+    from ahead import phases_of
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     compiled = {
-        phase: compile_phase(spec, arch, phase)
-        for phase in phases_of(spec, arch)
-        if phases is None or phase in phases
+        phase: launch.compiled(arch)
+        for phase, launch in phases_of(spec, arch).items()
+        if not phases or phase in phases
     }
     for phase, kernel in compiled.items():
         assert kernel.metadata.shared <= SHARED_KIB[arch] << 10, f"{phase} can't be launched"
@@ -96,7 +94,7 @@ def bytes_apart(spec: str, arch: str, phases: tuple[str, ...]) -> int:
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); import test_triton as t; "
         f"print(min(t.compiled_bytes({spec}, {arch!r}, {phases!r}).values())); "
-        "import triton_ahead; triton_ahead.look()"
+        "import ahead; ahead.look()"
     )
     done = python("-c", code, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -164,8 +162,8 @@ def test_wide_heads_are_its_own(profile: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["decode", "listed", "few"])
 def test_hoppers_registers_hold_a_program_of_wide_heads(way: str) -> None:
+    from ahead import compile_phase
     from polyattn_triton.variants import on_one, tile_config
-    from triton_ahead import compile_phase
 
     spec = WIDE.replace(num_heads=8)
     config = tile_config(spec, "sm_90", "few", 32 if way == "few" else 0)
@@ -202,7 +200,7 @@ MANY = {
 
 @pytest.mark.slow
 def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel() -> None:
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     layer = BASE.replace(batch_invariant="steps")
     assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces")) == 2
@@ -212,38 +210,38 @@ def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel() -> None:
 @pytest.mark.parametrize("layer", MANY)
 def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
+    from ahead import phases_of
     from polyattn_triton.variants import FEW_ON_ONE, MANY_ON_ONE, on_one, tile_config
-    from triton_ahead import compile_phase
 
     held = {
         # What is constant over a stretch may be spilled: it is loaded once a tile.
-        way: programs_on_one(
-            compile_phase(MANY[layer], "sm_90", way), 32 if way in ("listed", "few") else 0
-        )
-        for way in ("decode", "split", "many", "listed", "few")
+        way: programs_on_one(launch.compiled("sm_90"), 32 if way in ("listed", "few") else 0)
+        for way, launch in phases_of(MANY[layer], "sm_90").items()
+        if launch.name == "decode_kernel"
     }
     assert held["decode"] >= MANY_ON_ONE
     fewest = FEW_ON_ONE if MANY[layer].kv_cache_dtype == "auto" else 2
-    assert held["split"] >= fewest and held["many"] >= fewest
+    assert all(held[way] >= fewest for way in held.keys() & {"split", "many"})
     for way, rows in (("listed", 0), ("few", 4 * MANY[layer].gqa_ratio)):
         config = tile_config(MANY[layer], "sm_90", "few", rows)
         assert held[way] >= on_one(MANY[layer], config, way)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
+@pytest.mark.parametrize("cached", ["auto", "fp8_e4m3"])
 def test_it_holds_as_many_programs_over_shared_prefixes(cached: str) -> None:
     """Of each tile that was measured; nothing of a thread lies in memory."""
+    from ahead import compile_phase
     from polyattn_triton.configs import prefix_configs
-    from triton_ahead import compile_prefix
 
     configs = prefix_configs("sm_90", 128, 2)
     assert len(configs) > 2
     for config in configs:
-        kernel = compile_prefix(BASE, "sm_90", config, "bf16", cached)
+        spec = BASE.replace(kv_cache_dtype=cached)
+        kernel = compile_phase(spec, "sm_90", "prefix low", tile=config)
         assert programs_on_one(kernel) >= config.on_one, config
         # Only small floats are multiplied in float16, whose range bfloat16's numbers leave.
-        assert ("xf16>" in kernel.asm["ttir"]) == (cached != "bf16")
+        assert ("xf16>" in kernel.asm["ttir"]) == (cached != "auto")
 
 
 @pytest.mark.slow
@@ -274,37 +272,72 @@ FAMILY_CASES = [
 ]
 
 
+FAMILY_STEPS = ([(1, 300)], [(3, 300)], [(300, 300)])
+"""A decode, drafts, a prompt."""
+
+
+def compiled_families(
+    spec: LayerSpec, arch: str, backend: str, steps: Sequence[Any] = FAMILY_STEPS, **step: Any
+) -> dict[str, list[Any]]:
+    """Compile what a layer's steps launch beside stores and TRITON_ATTN; returns it by kernel."""
+    from ahead import launches
+
+    others = ("write_kernel", "prefill_kernel", "prefill_hopper_kernel")
+    found = [one for lengths in steps for one in launches(spec, arch, lengths, backend, **step)]
+    each = {(one.name, one.constants): one for one in found if one.name not in others}
+    made: dict[str, list[Any]] = {}
+    for (name, _), launch in each.items():
+        made.setdefault(name, []).append(launch.compiled(arch))
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    assert all(len(kernel.asm[kind]) > 500 for kernels in made.values() for kernel in kernels)
+    return made
+
+
+FAMILY_KERNELS = {
+    AttentionKind.MAMBA1: {"mamba1_kernel", "selective_kernel"},
+    AttentionKind.MAMBA2: {"step_kernel", "gated_kernel"},
+    AttentionKind.LINEAR: {"step_kernel", "gated_kernel"},
+    AttentionKind.GDN: {"step_kernel", "system_kernel", "delta_kernel"},
+    AttentionKind.SHORT_CONV: {"conv_kernel", "conv_drafts_kernel"},
+}
+
+
 @pytest.mark.parametrize(("arch", "model"), FAMILY_CASES)
 def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     from polyattn.tools.cli.models import bundled
-    from triton_ahead_families import compile_mla, compile_scan
 
-    kind = "cubin" if arch.startswith("sm_") else "hsaco"
-    spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
+    spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0].replace(rope=None)
     if spec.latent:
-        few = () if spec.sparse else (1, 2)
-        made = [compile_mla(spec, arch, split) for split in (False, True)]
-        made += [compile_mla(spec, arch, True, few=way) for way in few]
-    else:
-        more = {AttentionKind.MAMBA1: ("left", "out"), AttentionKind.GDN: ("system",)}
-        parts = more.get(spec.kind, ())
-        made = [
-            compile_scan(spec, arch, phase) for phase in ("prefill", "decode", "drafts", *parts)
-        ]
-        made.append(compile_scan(spec.replace(batch_invariant="steps"), arch, "decode"))
-    assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+        name = "TRITON_MLA_SPARSE" if spec.sparse else "TRITON_MLA"
+        made = compiled_families(spec, arch, name, (*FAMILY_STEPS, [(1, 16)] * 400))
+        return
+    made = compiled_families(spec, arch, "TRITON_SCAN")
+    drafts = compiled_families(spec, arch, "TRITON_SCAN", FAMILY_STEPS[1:2], targets="tokens")
+    assert made.keys() | drafts.keys() == FAMILY_KERNELS[spec.kind]
+    by_batch = spec.kind in (AttentionKind.MAMBA1, AttentionKind.GDN)  # no wider level is theirs
+    alike = spec.replace(batch_invariant="batch" if by_batch else "steps")
+    compiled_families(alike, arch, "TRITON_SCAN", FAMILY_STEPS[:1])
+
+
+LATENTS = LayerSpec(
+    kind="mla", num_heads=128, head_size=192, v_head_size=128,
+    latent=LatentSpec(rank=512, rope_head_size=64),
+)  # fmt: skip
+"""DeepSeek-V3's."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("few", "block"), [(0, 16), (1, 64), (2, 128)])
 def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
-    from polyattn.tools.cli.models import bundled
-    from triton_ahead_families import compile_latents
-
-    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
-    kernel = compile_latents(spec, few, block)
-    assert kernel.metadata.shared <= 227 << 10
-    assert "wgmma" in kernel.asm["ptx"]
+    """Of one token, of several, of several that see the same keys."""
+    step = [(1, 300)] if not few else [(3, 300)] if few == 1 else [(1, 900)] * 4
+    more = {"shared": 3} if few == 2 else {}
+    spec = LATENTS.replace(block_size=block)
+    kernels = compiled_families(spec, "sm_90", "TRITON_MLA", [step], **more)["latents_kernel"]
+    assert len(kernels) == (2 if few == 2 else 1)  # what is shared, and each one's own
+    for kernel in kernels:
+        assert kernel.metadata.shared <= 227 << 10
+        assert "wgmma" in kernel.asm["ptx"]
 
 
 @pytest.mark.slow
@@ -314,11 +347,10 @@ def test_latents_by_roles_compile_to_machine_code(few: int, block: int) -> None:
 def test_latents_by_few_heads_compile_to_machine_code(heads: int, stored: str, block: int) -> None:
     """Two programs leave each other room on a multiprocessor, and hardly a register is spilled."""
     from machine_code import usage
-    from polyattn.tools.cli.models import bundled
-    from triton_ahead_families import compile_latents
 
-    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
-    kernel = compile_latents(spec.replace(num_heads=heads, kv_cache_dtype=stored), 0, block)
+    spec = LATENTS.replace(num_heads=heads, kv_cache_dtype=stored, block_size=block)
+    made = compiled_families(spec, "sm_90", "TRITON_MLA", FAMILY_STEPS[:1])
+    (kernel,) = made["few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"]
     assert 2 * (kernel.metadata.shared + 1024) <= 228 << 10
     assert "wgmma" in kernel.asm["ptx"]
     taken = usage(kernel.asm["cubin"])
@@ -330,19 +362,24 @@ def test_latents_by_few_heads_compile_to_machine_code(heads: int, stored: str, b
 @pytest.mark.parametrize("size", [320, 512])
 def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
     """DeepSeek-V4's heads of 512: a sparse layer over rows, by MLA's kernel without a rope key."""
-    from triton_ahead_families import compile_mla
-
     sparse = SparseSpec(budget=512, tokens_per_entry=4, value_in_key=True)
     spec = LayerSpec(
         kind="sparse", num_heads=64, num_kv_heads=1, head_size=size, dtype="bfloat16",
         learned_sinks=True, sparse=sparse,
     )  # fmt: skip
-    rows = over_rows(spec)
-    assert rows is not None and rows.latent is not None and rows.latent.rope_head_size == 0
-    made = [compile_mla(rows, arch, split) for split in (False, True)]
-    kind = "cubin" if arch == "sm_90" else "hsaco"
-    assert all(len(kernel.asm[kind]) > 500 for kernel in made)
-    assert arch != "sm_90" or all(kernel.metadata.shared <= 227 << 10 for kernel in made)
+    made = compiled_families(spec, arch, "TRITON_MLA_SPARSE", ([(1, 300)], [(8, 8)] * 100))
+    kernels = made["mla_kernel"]
+    assert len(kernels) == 2
+    assert arch != "sm_90" or all(kernel.metadata.shared <= 227 << 10 for kernel in kernels)
+
+
+BY_TOKEN = {
+    "kda": {"channel_kernel", "pair_kernel", "chunk_kernel"},
+    "rwkv7": {"channel_kernel", "pair_kernel", "chunk_kernel"},
+    "rwkv6": {"channel_kernel"},
+    "rg_lru": {"unit_kernel", "unit_pieces_kernel"},
+    "phi_linear": {"channel_kernel", "phi_kernel"},
+}
 
 
 @pytest.mark.parametrize(
@@ -353,9 +390,7 @@ def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
 )
 def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
     from polyattn.conformance.cases.functions import FEATURES, registered
-    from triton_ahead_families import compile_channels, compile_token_scan
 
-    machine = "cubin" if arch.startswith("sm_") else "hsaco"
     sizes = (
         {"num_heads": 2560, "head_size": 1}
         if kind == "rg_lru"
@@ -368,20 +403,17 @@ def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str
     if own:
         sizes, form = sizes | {"variant": registered(FEATURES)}, RecurrentSpec()
     spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
-    if kind in ("kda", "rwkv7"):
-        made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]
-    else:
-        parts = ("",) if kind == "rwkv6" else ("", "whole", "left", "out")
-        made = [compile_token_scan(spec, arch, part) for part in parts]
-    assert all(len(kernel.asm[machine]) > 500 for kernel in made)
+    name = "TRITON_SCAN" if kind in ("kda", "rwkv7") else "TRITON_TOKEN_SCAN"
+    made = compiled_families(spec, arch, name, (*FAMILY_STEPS, [(2000, 2000)], [(64, 64)] * 64))
+    assert made.keys() == BY_TOKEN[kind]
 
 
 def test_compilation_can_fail() -> None:
-    """The negative control: a head size that fits no chip's shared memory is not waved through."""
-    from triton_ahead import compile_phase
+    """The negative control: a tile whose rows are no power of two is not waved through."""
+    from ahead import launch_of
 
-    with pytest.raises(Exception, match=r"."):
-        compile_phase(BASE.replace(head_size=4096), "sm_90", "prefill")
+    with pytest.raises(triton.CompilationError):
+        launch_of(BASE, "sm_90", "prefill").but(BLOCK_M=96).compiled("sm_90")
 
 
 @pytest.mark.parametrize(

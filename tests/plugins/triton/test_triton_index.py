@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from chips import h200
 from interpreting import interpreted
-from polyattn import IndexerSpec
+from polyattn import IndexerSpec, LayerSpec
 from polyattn.conformance.cases.index import layer_for
+from polyattn.families.sparse.index_workload import IndexWorkload
+from polyattn.workload.dice import Dice
 
 pytest.importorskip("triton")
+from ahead import CPU, Launch, Lengths, device_of, recorded
+from polyattn_triton import launch
+from polyattn_triton.index import TritonIndex
 
 CASES = """
 import polyattn_triton.index as index
@@ -64,18 +72,33 @@ def test_a_token_chooses_alike_in_any_batch_and_as_a_decode(tmp_path: Path) -> N
     assert interpreted(script).strip() == "the same"
 
 
+def launched(spec: LayerSpec, arch: str, lengths: Lengths, page: int, narrow: bool) -> list[Launch]:
+    """What scores a step's entries, then what chooses among them. `narrow`: queries come in e4m3."""
+    work = IndexWorkload(spec, lengths, Dice(0, CPU), block=page)
+    if narrow:
+        work.frame.query = work.frame.query.to(torch.float8_e4m3fn)
+    backend = TritonIndex(spec, None, device_of(arch))
+    with patch.object(launch, "facts", h200()), recorded() as launches:
+        backend.run(backend.plan(work.batch), work.frame)
+    return launches
+
+
+LONG = 1 << 17
+"""Entries that are ranked in groups, and in parts, where an indexer may."""
+
+
 @pytest.mark.parametrize(
-    ("arch", "spec", "decode", "query"),
+    ("arch", "spec", "decode", "narrow"),
     [
-        pytest.param("sm_90", DSA, True, "bf16", marks=pytest.mark.slow),
-        pytest.param("sm_90", DSA, False, "bf16", marks=pytest.mark.slow),
-        pytest.param("sm_90", DSA, False, "fp8e4nv", marks=pytest.mark.slow),
-        pytest.param("sm_90", MSA, True, "bf16", marks=pytest.mark.slow),
-        pytest.param("sm_90", QSA, False, "bf16", marks=pytest.mark.slow),
-        pytest.param("sm_86", BF16, False, "bf16", marks=pytest.mark.slow),
-        pytest.param("sm_86", MSA, True, "bf16", marks=pytest.mark.slow),
-        pytest.param("gfx942", MSA, False, "bf16", marks=pytest.mark.slow),
-        pytest.param("gfx942", MSA, True, "bf16", marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, True, False, marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, False, False, marks=pytest.mark.slow),
+        pytest.param("sm_90", DSA, False, True, marks=pytest.mark.slow),
+        pytest.param("sm_90", MSA, True, False, marks=pytest.mark.slow),
+        pytest.param("sm_90", QSA, False, False, marks=pytest.mark.slow),
+        pytest.param("sm_86", BF16, False, False, marks=pytest.mark.slow),
+        pytest.param("sm_86", MSA, True, False, marks=pytest.mark.slow),
+        pytest.param("gfx942", MSA, False, False, marks=pytest.mark.slow),
+        pytest.param("gfx942", MSA, True, False, marks=pytest.mark.slow),
     ],
     ids=[
         "DSA decode",
@@ -90,34 +113,14 @@ def test_a_token_chooses_alike_in_any_batch_and_as_a_decode(tmp_path: Path) -> N
     ],
 )
 def test_it_compiles_to_machine_code(
-    arch: str, spec: IndexerSpec, decode: bool, query: str
+    arch: str, spec: IndexerSpec, decode: bool, narrow: bool
 ) -> None:
-    from polyattn_triton.index import (
-        PART,
-        group_of,
-        scores_constants,
-        scores_options,
-        select_constants,
-        select_options,
-    )
-    from polyattn_triton.kernels.index import index_scores_kernel, index_select_kernel
-    from triton_ahead import compile_kernel
-
     room = {"sm_90": 227, "sm_86": 99, "gfx942": 64}[arch]  # KiB
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
-    keys = "fp8e4nv" if spec.cache_dtype == "fp8_scaled" else "bf16"
-    layer, group = layer_for(spec, "bfloat16"), group_of(spec, 1 << 17)
-    ints = dict.fromkeys(("TABLE", "STARTS", "LENS", "BUDGETS", "IDS"), "i32")
-    scores = compile_kernel(
-        index_scores_kernel, ints | {"Q": query, "KEYS": keys},
-        scores_constants(layer, 64, decode, arch, group), arch, scores_options(layer, arch),
-    )  # fmt: skip
-    select = compile_kernel(
-        index_select_kernel, ints | {"HELD": "u8", "OUT": "i32"},
-        select_constants(spec, PART, decode, group * decode, not decode), arch,
-        select_options(PART, 64 if decode else 4096),
-    )  # fmt: skip
-    for kernel in (scores, select):
+    lengths = [(1 if decode else 20, LONG * spec.tokens_per_entry)]
+    launches = launched(layer_for(spec, "bfloat16"), arch, lengths, 64, narrow)
+    assert len({one.name for one in launches}) == 2
+    for kernel in (one.compiled(arch) for one in launches):
         assert len(kernel.asm[kind]) > 500 and kernel.metadata.shared <= room << 10
 
 
@@ -129,16 +132,12 @@ def test_products_of_prompts_run_while_others_are_summed(
 ) -> None:
     """Where ptxas can't follow them it waits for each instruction of a product, and says no word."""
     from machine_code import told
-    from polyattn_triton.index import has_own_prompt, prompt_constants, prompt_scores_kernel
-    from triton_ahead import compile_kernel
 
     spec = replace(DSA, num_heads=heads, tokens_per_entry=entry)
-    assert has_own_prompt(layer_for(spec, "bfloat16"), 64, "sm_90")
-    kernel = compile_kernel(
-        prompt_scores_kernel,
-        {"Q": "fp8e4nv", "KEYS": "fp8e4nv"} | dict.fromkeys(("TABLE", "STARTS", "LENS"), "i32"),
-        prompt_constants(spec, 64, group), "sm_90", {"num_warps": 4},
-    )  # fmt: skip
+    lengths = [(20, entry * (900 if group == 1 else LONG))]
+    launch = launched(layer_for(spec, "bfloat16"), "sm_90", lengths, 64, narrow=True)[0]
+    assert launch.name == "prompt_scores_kernel" and group in launch.constants
+    kernel = launch.compiled("sm_90")
     code = told("nvdisasm", kernel.asm["cubin"], "-c")
     assert (code.count("QGMMA"), code.count("WARPGROUP.DEPBAR")) == (12, 3)
     assert kernel.metadata.shared <= 113 << 10  # two programs a multiprocessor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from interpreting import interpreted
 from polyattn import LayerSpec, select
 
@@ -99,25 +100,27 @@ def test_merging_in_place_is_the_merge(tmp_path: Path) -> None:
     assert printed(MERGES, tmp_path) == "merged"
 
 
+SPEC = LayerSpec(num_heads=32, head_size=128)
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_merge_compiles_to_machine_code(arch: str) -> None:
-    from polyattn_triton.state_merge import state_merge_kernel
-    from triton_ahead import compile_kernel
+    from ahead import device_of, recorded
+    from polyattn_triton.state_merge import TritonMerge
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
-    kernel = compile_kernel(
-        state_merge_kernel, {"PART": "bf16"}, (128, 128, 4, 128), arch, {"num_warps": 4}
-    )
+    total, lse = torch.zeros(3, 32, 128), torch.zeros(3, 32)
+    with recorded() as launches:
+        TritonMerge(SPEC, None, device_of(arch)).run(total, lse, total.bfloat16(), lse.clone())
+    kernel = launches[0].compiled(arch)
     assert len(kernel.asm[kind]) > 500
 
 
 @pytest.mark.parametrize("form", ["fp8_e4m3", "fp8_e5m2"])
 def test_nan_is_stored_as_nan(form: str) -> None:
     """A GPU's min and max drop NaN, where the interpreter's keep it: an H200 stored -448."""
-    from triton_ahead import compile_phase
+    from ahead import compile_phase
 
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, kv_cache_dtype=form)
     text = compile_phase(spec, "sm_90", "write").asm["ptx"]

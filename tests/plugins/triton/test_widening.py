@@ -201,12 +201,11 @@ def test_what_cannot_be_described_is_not_copied(monkeypatch: pytest.MonkeyPatch)
 )
 def test_compiled(stored: str, dtype: str) -> None:
     """Whole sectors are moved, 16 bytes a thread at a time, and no register lies in memory."""
+    from ahead import compile_phase
     from machine_code import told, usage
-    from triton_ahead import compile_widening
 
-    kernel = compile_widening(
-        E4M3.replace(kv_cache_dtype=stored, dtype=dtype, sliding_window=1000), 16
-    )
+    spec = E4M3.replace(kv_cache_dtype=stored, dtype=dtype, sliding_window=1000)
+    kernel = compile_phase(spec, "sm_90", "paged pieces", own=True, kernel="widen_kernel")
     asm = told("nvdisasm", kernel.asm["cubin"], "-c", "-ndf")
     assert len(re.findall(r"LDG\.E\.128", asm)) == 8 and len(re.findall(r"STG\.E\.128", asm)) == 16
     assert usage(kernel.asm["cubin"])["STACK"] == 0
@@ -217,7 +216,8 @@ def test_compiled(stored: str, dtype: str) -> None:
     ("stored", "dtype"), [("nvfp4", "bfloat16"), ("nvfp4", "float16"), ("mxfp4", "bfloat16")]
 )
 def test_rows_of_bytes_are_copied_without_memory_of_a_thread(stored: str, dtype: str) -> None:
-    from triton_ahead import compile_widening
+    from ahead import compile_phase
 
-    kernel = compile_widening(E4M3.replace(kv_cache_dtype=stored, dtype=dtype), 16)
+    spec = E4M3.replace(kv_cache_dtype=stored, dtype=dtype)
+    kernel = compile_phase(spec, "sm_90", "paged pieces", own=True, kernel="widen_kernel")
     assert kernel.metadata.num_warps == 4 and ".local" not in kernel.asm["ptx"]

@@ -29,7 +29,7 @@ INFIX = {
 FLOATS = {
     "exp": "expf", "exp2": "exp2f", "log": "logf", "log2": "log2f", "sqrt": "sqrtf", "rsqrt": "rsqrtf",
     "sin": "sinf", "cos": "cosf", "tanh": "tanhf", "abs": "fabsf", "floor": "floorf", "ceil": "ceilf",
-    "minimum": "fminf", "maximum": "fmaxf",
+    "minimum": "least<float>", "maximum": "most<float>",
 }  # fmt: skip
 ENDLESS = frozenset({"log", "log2", "truediv", "load", "exp", "exp2", "mul", "rsqrt", "written"})
 """Operations on floats whose result may be infinite though their operands are not."""
@@ -42,8 +42,9 @@ HELPERS = """
     index = index < I(size) ? index : I(size - 1);
     return int64_t(index > 0 ? index : 0) * stride;
   }
-  template <typename I> static __device__ I least(I a, I b) { return a < b ? a : b; }
-  template <typename I> static __device__ I most(I a, I b) { return a > b ? a : b; }
+  // NaN stays NaN, as torch has it; CUDA's own drop it.
+  template <typename T> static __device__ T least(T a, T b) { return a < b || a != a ? a : b; }
+  template <typename T> static __device__ T most(T a, T b) { return a > b || a != a ? a : b; }
   template <typename I> static __device__ I floor_div(I a, I b) {
     return a / b - (a % b != 0 && (a < 0) != (b < 0));
   }

@@ -162,7 +162,7 @@ def _deliver(connection: Connection, waiting: dict[int, Future[str | None]]) -> 
 def at_once(compilers: Compilers) -> Iterator[None]:
     """Have Triton compile all that is warmed up at once: by processes where it is known how, or threads.
 
-    One after another, where this Triton does no other.
+    One after another, where this Triton does no other. What fails is told where its result is asked for.
     """
     asynchronous = getattr(triton, "AsyncCompileMode", None)
     if asynchronous is None:
@@ -185,7 +185,8 @@ def at_once(compilers: Compilers) -> Iterator[None]:
         _look_up()
     try:
         mode = Mode if BY_PROCESSES else asynchronous
-        with ThreadPoolExecutor(_processors()) as threads, mode(threads):
+        # Triton 3.6 doesn't leave its mode where one raises, and no other is entered then.
+        with ThreadPoolExecutor(_processors()) as threads, mode(threads, ignore_errors=True):
             yield
     finally:
         compilers.end()

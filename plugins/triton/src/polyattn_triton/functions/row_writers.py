@@ -31,7 +31,6 @@ from polyattn_triton.functions.ops import floor_div, floor_mod
 def write(NEW, OUT, scale, TABLE):
 '''
 KINDS = {"float": "tl.float32", "int": "tl.int32"}
-NAN = "propagate_nan=tl.PropagateNan.ALL"
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,6 @@ class _Source:
             return f"{texts[0]} {'<<' if node.op == 'shl' else '>>'} {texts[1]}"
         if node.op == "where":
             return f"tl.where({', '.join(texts)})"
-        if node.op in ("minimum", "maximum") and node.kind == "float":
-            return f"tl.{node.op}({', '.join(texts)}, {NAN})"
         if node.op == "truediv":  # as torch divides; Triton's own is approximate
             like = next(
                 (t for t, i in zip(texts, node.args, strict=True) if self.known[i][1]), texts[0]

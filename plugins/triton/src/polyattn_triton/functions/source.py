@@ -33,6 +33,7 @@ CALLS = {
     "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt",
     "sin": "tl.sin", "cos": "tl.cos", "tanh": "tanh", "sigmoid": "sigmoid",
 }  # fmt: skip
+NAN = "tl.PropagateNan.ALL"
 ONE, ROW, KEY, TILE = "one", "row", "key", "tile"
 """How a value varies in a tile: not at all, by row, by key, by score."""
 PLACES = {"score": TILE, "b": ONE, "h": ROW, "q_idx": ROW, "kv_idx": KEY}
@@ -327,6 +328,8 @@ def computed(op: str, kind: str, args: list[str]) -> str:
     """An operation on operands of its result's kind."""
     if op in INFIX:
         return f"{args[0]} {INFIX[op]} {args[1]}"
+    if op in ("minimum", "maximum") and kind == "float":  # torch's keep NaN; a GPU's own drop it
+        return f"{CALLS[op]}({', '.join(args)}, propagate_nan={NAN})"
     if op in CALLS:
         return f"{CALLS[op]}({', '.join(args)})"
     if op == "truediv":

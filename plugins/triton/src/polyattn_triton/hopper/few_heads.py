@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_bytes import rows_of_tile
-from polyattn_triton.hopper.latent_copies import keys_of, produce
+from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
 from polyattn_triton.hopper.latents import HALF, LEFT, LOG2E, RIGHT, ROPE, TURNED, store_half
 from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
@@ -184,17 +184,12 @@ def few_heads_kernel(
     q_turned = gl.allocate_shared_memory(DTYPE, [1, ROWS, ROPE], SHARED)
     TURNED_WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     p_smem = gl.allocate_shared_memory(DTYPE, [1, 64, ROWS], TURNED_WEIGHTS)
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(3):
-        mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=1)
+    BARRIERS = turns(3)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, FEW, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
-    BARRIERS = (full, empty)
     PIPE: gl.constexpr = (ROWS, 1, 2)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
     producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import keys_of, produce
+from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
 from polyattn_triton.hopper.names import barrier
 from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E, RAISED
 from polyattn_triton.hopper.packed_rows import longer
@@ -271,18 +271,13 @@ def latent_bytes_kernel(
     p_smem = gl.allocate_shared_memory(
         gl.float16, [64, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     )
-    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(2 * STAGES):
-        mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=1)
+    BARRIERS = turns(2 * STAGES)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
     PIPE: gl.constexpr = (ROWS, STAGES, 1)
-    BARRIERS = (full, empty)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
     producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from polyattn_triton.hopper.copies import blocks_of_boxes, copy_tile
 from polyattn_triton.hopper.items import advance, begin, bounds
+
+
+@gluon.jit
+def turns(COUNT: gl.constexpr):
+    """Return two barriers for each of COUNT places: one side waits for the first, one for the other."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=1)
+    return full, empty
 
 
 @gluon.jit

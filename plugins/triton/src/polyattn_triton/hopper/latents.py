@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import keys_of, produce
+from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
@@ -277,16 +277,8 @@ def latents_kernel(
     turned_smem = gl.allocate_shared_memory(DTYPE, [2, 64, ROPE], SHARED)
     p_smem = gl.allocate_shared_memory(DTYPE, [2, 64, 64], SHARED)
     row_smem = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(6):
-        mbarrier.init(full.index(part), count=1)
-        mbarrier.init(empty.index(part), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(p_full.index(group), count=1)
-        mbarrier.init(q_turns.index(group), count=1)
+    full, empty = turns(6)
+    p_full, q_turns = turns(2)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, FEW, HAS_LSE)
     FROM = (Q, q_t, q_h)
