@@ -88,7 +88,7 @@ def served(path: Path, backend: str, page: int) -> tuple[list[list[list[int]]], 
     engine = sglang.Engine(
         model_path=str(path), device="cpu", attention_backend=backend, page_size=page,
         dtype="float32", skip_tokenizer_init=True, disable_cuda_graph=True, chunked_prefill_size=32,
-        max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.05, log_level="error",
+        max_running_requests=8, max_total_tokens=4096, mem_fraction_static=0.5, log_level="error",
     )  # fmt: skip
     options = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
     turns = [engine.generate(input_ids=prompts(), sampling_params=options) for _ in range(2)]
