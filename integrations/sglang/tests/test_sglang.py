@@ -1,7 +1,6 @@
 """The SGLang backend over its pools' layout, by value; its calls bound against recorded signatures.
 
-SGLang itself needs a platform's kernel packages to be imported, so stand-ins have its fields: the names
-are those of sglang 0.5.23.
+Stand-ins have SGLang's fields: the names are those of sglang 0.5.23. `own_engine.py` runs SGLang itself.
 """
 
 from __future__ import annotations
@@ -75,8 +74,6 @@ def layer(heads: int = 4, kv_heads: int = 2, size: int = 16, **more: Any) -> Any
 class Served:
     """A runner with two requests, and what they hold."""
 
-    mode: Any = Mode
-
     def __init__(self, sliding: bool = False, size: int = 16, deterministic: bool = False):
         torch.manual_seed(0)
         self.req_to_token = torch.zeros(5, CONTEXT, dtype=torch.int32)
@@ -99,13 +96,12 @@ class Served:
         self.values = list(self.keys)
 
     def step(
-        self, counts: list[int], layer: Any, padding: int = 0, through: Any = None,
+        self, counts: list[int], layer: Any, padding: int = 0,
         tokens: Sequence[Tensor] | None = None, **kwargs: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Serve new tokens of both requests. Returns the output and the queries of each.
 
-        `through`: SGLang's own layer, which is called instead of the backend. `tokens`: queries, keys
-        and values of theirs; default: random ones.
+        `tokens`: queries, keys and values of theirs; default: random ones.
         """
         self.lens = [a + b for a, b in zip(self.lens, counts, strict=True)]
         decode = counts == [1, 1]
@@ -114,11 +110,10 @@ class Served:
             for row, n, c in zip(self.rows.tolist(), self.lens, counts, strict=True)
         ]
         batch = SimpleNamespace(
-            forward_mode=self.mode("DECODE" if decode else "EXTEND"),
+            forward_mode=Mode("DECODE" if decode else "EXTEND"),
             seq_lens_cpu=torch.tensor(self.lens), seq_lens=torch.tensor(self.lens),
             extend_seq_lens_cpu=None if decode else counts,
             req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(), spec_info=None,
-            global_num_token_non_padded_cpu=None,
         )  # fmt: skip
         total = sum(counts) + padding
         if tokens is None:
@@ -134,10 +129,7 @@ class Served:
                 self.values[row] = torch.cat([self.values[row], b])
         self.backend.init_forward_metadata(batch)
         forward = self.backend.forward_decode if decode else self.backend.forward_extend
-        if through is None:
-            out = forward(q, k, v, layer, batch, save_kv_cache=True, **kwargs)
-        else:
-            out = through(q, k, v, batch, **kwargs)
+        out = forward(q, k, v, layer, batch, save_kv_cache=True, **kwargs)
         return out, q.unflatten(1, (layer.tp_q_head_num, -1)).split([*counts, padding])
 
 
@@ -188,6 +180,13 @@ def test_prefill_chunks_and_decodes(name: str) -> None:
         assert not found[2].any()
     written = ~served.pool.key.isnan().any(-1).any(-1)
     assert int(written.sum()) == sum(served.lens), "another slot was written"
+
+
+def test_models_find_the_pools_on_the_backend() -> None:
+    """As SGLang's `forward_context` asks for them: Qwen3-MoE does before it turns queries and keys."""
+    served = Served()
+    assert served.backend.token_to_kv_pool is served.runner.token_to_kv_pool
+    assert served.backend.req_to_token_pool is served.runner.req_to_token_pool
 
 
 def test_deterministic_inference_gives_a_token_its_bits_in_any_steps() -> None:

@@ -220,6 +220,12 @@ def test_models_with_attention_of_their_own_are_refused(model_type: str) -> None
     assert model.config._attn_implementation == before
 
 
+def test_mla_is_refused() -> None:
+    """The cache takes `head_dim` for keys and values, which is DeepSeek-V3's rotary part."""
+    with pytest.raises(PolyattnError, match=r"kv_lora_rank=32.*use its generate\(\)"):
+        polyattn_transformers.continuous_batching_manager(decoder("deepseek_v3"))
+
+
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(Path(__file__).parents[3] / "examples/transformers_batching.py"))
     polyattn_transformers.reset()

@@ -37,6 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_shared_experts": 1,
     },
     "qwen3": {},
+    "mellum": {
+        **SLIDING, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
     "bloom": {"tie_word_embeddings": True},
     "hrm_text": {"num_key_value_heads": 4, "H_cycles": 1, "L_cycles": 1},
     "bert": {"num_key_value_heads": 4, "type_vocab_size": 2},

@@ -60,10 +60,11 @@ class ServedAttention:
         self.deterministic = deterministic
         _refuse_model(runner)
         self.page = int(runner.page_size)
-        self.requests, self.pool = runner.req_to_token_pool, runner.token_to_kv_pool
-        if getattr(self.pool, "requires_physical_write_loc", False):
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        if getattr(self.token_to_kv_pool, "requires_physical_write_loc", False):
             raise PolyattnError("SGLang's unified pool has virtual slots; disable it")
-        self.two_pools = bool(getattr(self.pool, "swa_layer_nums", 0))
+        self.two_pools = bool(getattr(self.token_to_kv_pool, "swa_layer_nums", 0))
         self.chunk: int | None = getattr(runner, "attention_chunk_size", None)
         self.forward_metadata: Any = None
 
@@ -76,10 +77,10 @@ class ServedAttention:
         self, requests: Tensor, longest: int, slots: Tensor, sliding: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the block table and the slots: SGLang keeps a slot for each token."""
-        first = self.requests.req_to_token[requests, : longest : self.page].long()
+        first = self.req_to_token_pool.req_to_token[requests, : longest : self.page].long()
         if sliding and self.two_pools:
-            first = self.pool.translate_loc_from_full_to_swa(first)
-            slots = self.pool.translate_loc_from_full_to_swa(slots)
+            first = self.token_to_kv_pool.translate_loc_from_full_to_swa(first)
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
         return (first // self.page).int(), slots.long()
 
     def forward_decode(
@@ -146,8 +147,8 @@ class ServedAttention:
 
     def _cache(self, layer: Any, like: Tensor) -> KVCache:
         """View the pool's (tokens, heads, size) as pages."""
-        key = self.pool.get_key_buffer(layer.layer_id)
-        value = self.pool.get_value_buffer(layer.layer_id)
+        key = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        value = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         if key.dtype != like.dtype or key.dim() != 3:
             raise PolyattnError(
                 f"the KV pool holds {key.dtype} of {key.dim()} sizes, the model {like.dtype}: quantised "

@@ -45,8 +45,8 @@ def continuous_batching_manager(
     transformers' own method takes only the attention names that it knows, so the manager is made under
     one of those and the model's name set afterwards. `batch_invariant`: as `set_batch_invariant` sets it.
     Raises `PolyattnError` if CUDA graphs are asked for, because a step's lengths are read on the host. It
-    does so too for a model that doesn't pass the cache on, and before transformers 5.16 for one with a
-    window.
+    does so too for a model that doesn't pass the cache on, for one with MLA, and before transformers 5.16
+    for one with a window.
     """
     config = kwargs.get("continuous_batching_config")
     graphs = getattr(config, "use_cuda_graph", None)
@@ -61,6 +61,11 @@ def continuous_batching_manager(
             "generate()"
         )
     text = host.config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        raise PolyattnError(
+            f"continuous batching of {type(model).__name__}, kv_lora_rank={text.kv_lora_rank}: "
+            "transformers' paged cache has heads of one size, with any attention; use its generate()"
+        )
     types = getattr(text, "layer_types", None) or [
         "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
     ]
