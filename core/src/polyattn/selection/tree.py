@@ -433,9 +433,14 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
 def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
+    phases: dict[tuple[str, ...], list[str]] = {}
     for verdict in verdicts:
-        text += f"\n  {verdict.backend} for {verdict.phase}:"
-        text += "".join(f"\n    {rejection}" for rejection in verdict.rejections)
+        phases.setdefault((verdict.backend, *map(str, verdict.rejections)), []).append(
+            verdict.phase
+        )
+    for (backend, *reasons), equal in phases.items():
+        text += f"\n  {backend} for {' and '.join(equal)}:"
+        text += "".join(f"\n    {reason}" for reason in reasons)
     by_name = _by_name(spec, device, trace, facts)
     if by_name:
         text += (
