@@ -82,7 +82,7 @@ class Ledger:
 
         Args:
             who: the module that called; `""` for none.
-            why: the reason, as the warning tells it.
+            why: the reason, as in the warning.
 
         """
         line = f"{who}: {why}" if who else why

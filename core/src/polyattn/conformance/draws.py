@@ -59,8 +59,8 @@ def drawn(
 ) -> int:
     """Run `example` on draw after draw; returns how many ran.
 
-    Until `count` of them did, or, without one, until the harness's budget is spent. Hypothesis's first
-    draw is always the simplest layer there is, with whatever seed; it is dropped.
+    It stops after `count` of them or, without a count, when the harness's budget is spent. Hypothesis's
+    first draw is the simplest layer with every seed, so it is dropped.
     """
     end, ran = time.monotonic() + harness.budget, 0
 

@@ -91,7 +91,7 @@ class Sizes:
         return next((d for d in divisors if d in self), None)
 
     def examples(self, wanted: Iterable[int]) -> list[int]:
-        """Return the listed values; of a range, the wanted ones that it allows.
+        """Return the listed values; for a range, those of `wanted` that it allows.
 
         Args:
             wanted: sizes to try.

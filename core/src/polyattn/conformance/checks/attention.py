@@ -73,7 +73,7 @@ def skipped(case: Case, harness: Harness) -> None:
 
 
 def stale(case: Case, harness: Harness) -> None:
-    """Entries of a block table past a sequence's length are never read, whatever they say."""
+    """No backend reads entries of a block table past a sequence's length."""
     layer = harness.layer(case.spec)
     inputs = harness.step(layer, case.batch)
     before = inputs.check().clone()
@@ -271,7 +271,7 @@ def deterministic(case: Case, harness: Harness) -> None:
 
 
 def addressed(case: Case, harness: Harness) -> None:
-    """Short steps run by their tensors' addresses, whatever shapes those have."""
+    """Short steps run by their tensors' addresses, in every shape."""
     layer = harness.layer(case.spec)
     work = harness.step(layer, case.batch)
     step = layer.group.plan(work.batch)

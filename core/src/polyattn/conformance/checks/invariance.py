@@ -97,7 +97,7 @@ def copied_lse(step: Any) -> Tensor | None:
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
-    """A step has the same bits eagerly and by a captured plan, whatever was planned into that before."""
+    """A step has the same bits eagerly and by a captured plan that had other steps before."""
     layer = harness.layer(case.spec)
     eager = _as_eager(layer, harness.group(case.spec.replace(graph_capture="none")))
     if case.spec.kind.is_recurrent:

@@ -44,12 +44,12 @@ GRID: dict[str, tuple[Any, ...]] = {
     "alibi": (False, True),
 }
 HEADS = ((4, 2), (8, 1), (2, 2), (24, 8), (17, 1))
-"""Heads and KV heads, of which each layer of the grid draws: tiles of queries differ by their ratio."""
+"""Heads and KV heads; each layer of the grid draws a pair. Tiles of queries depend on the ratio."""
 GRID_LENGTHS = {
     True: [(100, 100), (21, 176), (1, 260), (1, 3), (140, 270)],
     False: [(100, 100), (130, 130), (21, 176), (6, 1), (30, 5), (3, 9), (270, 270)],
 }
-"""Steps over a cache, and over keys that are given: there queries may outnumber keys."""
+"""Steps over a cache, and over whole keys, where queries may outnumber keys."""
 
 
 def published(case: Case, harness: Harness) -> None:
@@ -235,7 +235,7 @@ def by_heads(tensor: Tensor) -> Tensor:
 
 
 def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
-    """Return the values of which a backend may serve a layer."""
+    """Return the values that a backend claims."""
     values = dict(VALUES)
     for name, sizes in (
         ("head_size", caps.head_sizes),

@@ -92,7 +92,7 @@ def state_isolation(case: Case, harness: Harness) -> None:
 
 
 def state_targets(case: Case, harness: Harness) -> None:
-    """States end where the step says: a sequence's, or each token's, of which any can be gone on from."""
+    """States end where the step says, for each sequence or each token; any of them can continue."""
     layer, how = harness.layer(case.spec), case.label.split()[-1]
     if how == "sequences":
         harness.step(layer, case.batch, targets="sequences").check()

@@ -1,4 +1,4 @@
-"""Runs a store or a merge by itself."""
+"""Runs a store or a merge alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from polyattn.spec.layer import LayerSpec
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
-"""Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
+"""Requests whose contexts share that bound under `batch_invariant`, in every step."""
 
 
 class ChosenRows(Op):
