@@ -84,7 +84,7 @@ class Keys(NamedTuple):
 
 
 class Merges(NamedTuple):
-    """Merges of partial results into the output, int64 (merges,) each but for the last two.
+    """Merges of partial results into the output, int64 (merges,) except the last two.
 
     Attributes:
         seq: the sequence of the rows.
@@ -164,9 +164,10 @@ def no_merges() -> Merges:
 
 
 def in_turn(launches: Sequence[Reads]) -> Reads:
-    """Return what launches of one step read, each of which merges its parts before the next one's.
+    """Return the reads of a step's launches. Each launch merges its parts before the next one runs.
 
-    So they may have their parts in one place: each launch's lie behind those of the launches before it.
+    Launches may share the place of their parts, so each launch's parts are numbered behind the earlier
+    ones.
 
     Args:
         launches: one or more, of one layer and one step.
@@ -281,7 +282,7 @@ def _outside(batch: Batch, reads: Reads) -> list[str]:
 
 @dataclass
 class _Grid:
-    """All rows and KV heads, cut wherever an item or a merge begins or ends.
+    """All rows and KV heads, cut where an item or a merge begins or ends.
 
     `bounds` (cells + 1,): rows of the step; `heads` likewise. `seq` (cells,): whose rows.
     """
@@ -428,7 +429,7 @@ def _edges(values: Ints) -> Ints:
 
 
 def _unevenly_written(grid: _Grid, reads: Reads) -> list[str]:
-    """Rows that nobody, or several, write to the output."""
+    """Rows of the output with no writer or several."""
     written = np.zeros((len(grid.heads), grid.rows + 1), np.int64)
     direct = reads.items.place < 0
     for some, mask in ((reads.items, direct), (reads.merges, np.ones(len(reads.merges.seq), bool))):

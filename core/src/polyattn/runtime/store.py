@@ -125,7 +125,7 @@ class Store(Op):
         dtype, cached = query.dtype, self.spec.cached
         if not cached:
             assert key is not None and value is not None
-            # Behind the last sequence's keys lies what nobody reads.
+            # No call reads behind the last sequence's keys.
             new = replace(new, key=key[: self.keys_reach], value=value[: self.keys_reach])
         query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
         frame.query, frame.key, frame.value = query.to(dtype), None, None
@@ -224,8 +224,8 @@ def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:
         if not bool(keep.all()):
             blocks, offsets, new = blocks[keep], offsets[keep], new[keep]
     elif slots.numel():
-        # Without asking the device how many slots are skipped: a skipped token repeats a kept
-        # one's write, or, where all are skipped, writes back what is there.
+        # The host doesn't know how many slots are -1. Such a token repeats another token's write, or,
+        # if all slots are -1, writes the old value back.
         keep = slots >= 0
         stand_in = keep.to(torch.uint8).argmax()
         places = torch.where(keep, slots, slots[stand_in]).clamp(min=0)

@@ -155,7 +155,7 @@ def _over_one_cache(
     )
     if (
         spec.kind is AttentionKind.SPARSE
-    ):  # its pages are views of the cache, whatever its blocks are
+    ):  # its pages are views of the cache, over blocks of any size
         walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
@@ -200,7 +200,7 @@ def _is_here(info: BackendInfo, device: Device) -> bool:
 def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
     """Return the settings with each backend by its own name; notes say which aliases were used.
 
-    Raises `SettingsError` for a name that no backend has, whatever layers it speaks of.
+    Raises `SettingsError` for a name that no backend has, in every scope.
     """
     names: dict[str, str] = {}
     for override in (o for source in settings.sources for o in source):

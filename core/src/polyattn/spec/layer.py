@@ -425,7 +425,7 @@ def _either(one: int, other: int) -> str:
 
 
 def _check_fields(spec: LayerSpec) -> None:
-    """Check each field of a layer by itself. Raises `SpecError`."""
+    """Check each field of a layer alone. Raises `SpecError`."""
     for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
         integer(name, getattr(spec, name), 1)
     for name, low, high in (

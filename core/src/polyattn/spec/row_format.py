@@ -1,7 +1,7 @@
 """How are keys and values written as bytes? `RowFormat`: two functions, by a name that specs carry.
 
-A row is one token's key, or value, of one KV head. What a format needs beside its numbers (scales, a
-norm) lies within the row, so that a row can be stored, shared, moved and read by itself.
+A row is one token's key, or value, of one KV head. Its scales or its norm lie within the row, so that a
+row can be stored, shared, moved and read alone.
 """
 
 from __future__ import annotations

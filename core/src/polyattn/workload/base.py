@@ -57,8 +57,8 @@ class Workload(ABC):
     def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
         """Return a step of some of this one's sequences, elsewhere in another cache.
 
-        What each gives depends neither on its place nor on its company, so it is known. `spoilt`: which
-        of the new step's sequences hold NaN or infinities.
+        A sequence's result depends neither on its place nor on the others, so it is known. `spoilt`:
+        which of the new step's sequences hold NaN or infinities.
         """
 
     @property

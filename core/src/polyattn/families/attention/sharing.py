@@ -162,7 +162,7 @@ class Sharing:
         return int(blocks.sum() - blocks.max(initial=0)) * self.block_bytes
 
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
-        """Return a call for a batch of decodes; None if too little is shared, or no backend reads it once.
+        """Return a call for a batch of decodes; None if too little is shared, or no backend can.
 
         `earlier`: the captured call; this one keeps its way. A capture with a `shared_prefix`, even an
         empty one, allows steps to share.

@@ -274,7 +274,7 @@ def trace(
 
 
 def trace_features(feature_mod: Callable[[Tensor], Tensor]) -> Trace:
-    """Return the operations of a variant's `feature_mod`, of one element by itself.
+    """Return the operations of a variant's `feature_mod` on one element.
 
     Args:
         feature_mod: the function, as `polyattn.kernel.feature_mod` returns it.

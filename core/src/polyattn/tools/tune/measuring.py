@@ -118,7 +118,7 @@ class Measured:
                     yield name, times
             except torch.OutOfMemoryError:
                 yield name, "out of memory"
-            except Exception as error:  # whatever a vendor's library raises is a reason
+            except Exception as error:  # any exception of a vendor's library is a reason
                 yield name, describe(error)
 
     def step(self, sample: StepSample) -> Any:

@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def left_out(named: Collection[str]) -> tuple[str, ...]:
-    """Return the backends that aren't measured: all but the named ones, or those that compile slowly."""
+    """Return the backends to leave out: all except the named ones, or those that compile slowly."""
     if not named:
         return LEAVE_OUT
     return tuple(name for name in discover().backends if name not in named)

@@ -18,7 +18,7 @@ from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 Scales = Mapping[str, Any]
 """`k_scale` and `v_scale`, as `Attention` takes them, of those that a checkpoint has."""
 LATENT_EPS = 1e-6
-"""What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
+"""The epsilon of DeepSeek's norms of latents; `rms_norm_eps` doesn't change it."""
 
 
 class Mixer(nn.Module):
