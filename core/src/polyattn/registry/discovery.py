@@ -248,6 +248,11 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
 
     def question() -> dict[str, Any]:
         plugin = item.load()
+        other = manager.get_name(plugin)
+        if other is not None:  # before it counts as loaded: the other one stays registered
+            raise PluginError(
+                f"{record.target} is plugin {other!r} already; remove one entry point"
+            )
         loaded.append(plugin)
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
