@@ -58,7 +58,7 @@ class NewKeys(NamedTuple):
     Attributes:
         key: (tokens, KV heads, size), sequences one after another.
         value: alike, with the values' size.
-        lens: tokens of each sequence.
+        lens: the number of new tokens of each sequence, on the host.
 
     Examples:
         >>> NewKeys(torch.zeros(3, 2, 64), torch.zeros(3, 2, 64), [2, 1]).lens

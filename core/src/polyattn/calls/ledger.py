@@ -39,7 +39,7 @@ class Ledger:
 
     Args:
         host: the host's name.
-        own: what serves a call that polyattn can't, for messages.
+        own: the host's attention that serves the other calls, as messages name it.
 
     Examples:
         >>> ledger = Ledger("my_engine", "the engine's own attention")

@@ -253,7 +253,8 @@ class Capabilities:
         latent_ropes: sizes of its rope key.
         topks: of sparse MLA, the most tokens that a query attends to.
         block_sizes: tokens of a cache's block.
-        preferred_block_size: if neither the layer nor another backend asks for one.
+        preferred_block_size: the block size of a layer for which neither its spec nor another backend
+            sets one.
         layouts: of a cache, the preferred one first.
         rows_layout: the preferred one of a cache of rows of bytes, where that is another; `""`: none.
         phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,

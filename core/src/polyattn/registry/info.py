@@ -120,7 +120,7 @@ class Priority:
         phase: of the step.
         kind: of the layer.
         needs: a feature (`polyattn.spec.features`) that the layer has.
-        over: elements that the layer's heads have more than.
+        over: the layer's heads have more elements than this.
         cached: whether the layer has a cache.
         why: shown by `polyattn explain`.
 
