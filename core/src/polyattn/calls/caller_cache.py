@@ -317,7 +317,7 @@ def _check_turns(turns: RotaryTables, last: int) -> None:
 def _append(
     cache: CallerCache, new: NewKeys, lens: int | Tensor, turns: RotaryTables | None, checked: bool
 ) -> None:
-    """Store new tokens where each sequence ends. `checked`: whether their pages are looked at first."""
+    """Store new tokens where each sequence ends. `checked`: whether to check their pages first."""
     key, value, table, rows, _ = cache
     seq, position = _positions(lens, new.lens, key.device)
     if table is None:

@@ -1,4 +1,4 @@
-"""What does a mask say? Which interval of keys each query sees; kernels are asked for that.
+"""What does a mask say? Which interval of keys each query sees. Kernels get these intervals.
 
 Frameworks compose masks of causal, sliding, chunked, packed and padded parts, of image blocks. Whatever
 they were composed of, most come down to intervals, and neighbouring queries' intervals to what kernels

@@ -64,7 +64,7 @@ class Ledger:
         return Report(dict(served), dict(self._fallbacks))
 
     def reset(self) -> None:
-        """Forget all counts; what was warned of is warned of again."""
+        """Forget all counts; warnings come again."""
         self._served.clear()
         self._fallbacks.clear()
 

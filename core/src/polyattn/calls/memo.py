@@ -43,7 +43,7 @@ def remember(key: Any, value: T) -> T:
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that finds in the memo what it made of equal arguments before."""
+    """Return `make` with a memo: equal arguments return the same result."""
 
     @wraps(make)
     def find(*args: P.args, **named: P.kwargs) -> T:

@@ -30,7 +30,7 @@ from polyattn.spec.variant import AttentionVariant
 from polyattn.workload.steps import USUAL
 
 EXAMPLES = 8
-"""Drawn at a time; between them the clock is looked at."""
+"""Draws between two looks at the clock."""
 SIZES = tuple(sorted({*HEAD_SIZES, 72, 88, 100, 104, 120}))
 """Head sizes that are drawn: the kit's own, and more that models have."""
 WIDEST = 128

@@ -269,8 +269,8 @@ class Capabilities:
         padding_rows: of attention: rows of several query tokens may be padding (length 0, known to the
             device alone in a step planned by bounds), with output 0 and LSE -inf. Rows of one token
             always may. For others core refuses such a step.
-        mixes_tails: of keys that a call passes whole, its kernel weighs what lies behind a sequence's
-            last one with 0. So NaN or Inf among the next sequence's first values reaches that sequence.
+        mixes_tails: with whole keys, its kernel gives weight 0 to the keys behind a sequence's last
+            one. So NaN or Inf among the next sequence's first values reaches that sequence.
         by_address: its `addressed` takes uncached keys by address alone, so that a short step costs the
             host little.
         rotates: of a store: the pairings (`"neox"`, `"gptj"`) that its `run_rotated` rotates, and adds

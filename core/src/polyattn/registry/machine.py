@@ -58,7 +58,7 @@ class PluginCall:
             self._done.set()
 
     def answer(self, seconds: float, setting: str) -> Any:
-        """Return what it returned. Raises `PluginError` when it failed, `LatePluginError`.
+        """Return the call's result. Raises `PluginError`, or `LatePluginError` if it was late.
 
         `setting` names the variable that `seconds` comes from.
         """
@@ -186,7 +186,7 @@ def availability(info: BackendInfo, timeout: float) -> str | None:
 def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | None]:
     """Return `availability` of each; their probes run side by side, each within `timeout` seconds.
 
-    Of several builds of a library one is enough.
+    If a library has several builds, one is enough.
     """
     builds = [info.builds for info in infos]
     answers = iter(_answers([build for several in builds for build in several], timeout))

@@ -226,7 +226,7 @@ def packed(batch: Batch, tensor: Tensor | None) -> Tensor | None:
 
 
 def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[FunctionBackend]]:
-    """Make a function a backend. The function's parameters say what it is handed.
+    """Make a function a backend. The function's parameters say what it gets.
 
     The function takes `query`, `key`, `value` and `scale`. Its form follows from the other names:
 

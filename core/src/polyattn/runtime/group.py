@@ -144,7 +144,7 @@ class StepPlan:
     def explain(self) -> str:
         """Return which backend runs which of the step's sequences, a line each.
 
-        Of decodes it says which shared prefixes are read once, or why none is.
+        For decodes it says which shared prefixes are read once, or why none is.
         """
         lines = []
         for call in self.calls:

@@ -277,7 +277,7 @@ class Op(ABC):
     def run(self, frame: Any) -> None:
         """Read and write the tensors of the frame, which is of `rows` alone.
 
-        An op over all rows may set the frame's fields: what comes after it reads those.
+        An op over all rows may set the frame's fields: later ops read those.
 
         Args:
             frame: a call's tensors.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Ints = NDArray[np.signedinteger[Any]]
 
 PAIRS = 1 << 20
-"""(query token, key) pairs that are asked at a time."""
+"""(query token, key) pairs that are checked at a time."""
 TOGETHER = 1 << 11
-"""Pairs up to which regions are asked together."""
+"""Regions of up to this many pairs are checked together."""
 MOST_PAIRS = 1 << 24
-"""Pairs that are asked of a region that should show none; of a larger one its edges are."""
+"""A hidden region of up to this many pairs is checked whole, a larger one at its edges."""
 EDGE = 64
 """Rows and keys of an edge."""
 MOST_TOLD = 5
@@ -359,7 +359,7 @@ def _unevenly_read(spec: LayerSpec, grid: _Grid, reads: Reads) -> list[str]:
     order = np.lexsort((begin, cell))
     cell, begin, end = cell[order], begin[order], end[order]
     far = int(grid.lens.max(initial=0)) + 1
-    # Of each cell's ranges, where those before it end; 0 for the first.
+    # For each range of a cell, where the ranges before it end; 0 for the first.
     reach = np.maximum.accumulate(cell * far + end)
     before = np.zeros_like(end)
     before[1:] = np.maximum(reach[:-1] - cell[1:] * far, 0)
@@ -388,7 +388,7 @@ def _shown(
     """Yield of each region of a cell's rows and these keys the first pair that the mask shows, if any."""
     some = end > begin
     cell, begin, end = cell[some], begin[some], end[some]
-    if len(grid.heads) > 2:  # what several KV heads have alike is asked once
+    if len(grid.heads) > 2:  # equal ranges of several KV heads are checked once
         _, once = np.unique(np.stack([cell % grid.rows, begin, end]), axis=1, return_index=True)
         cell, begin, end = cell[once], begin[once], end[once]
     if not len(cell):

@@ -58,7 +58,7 @@ class TorchStore(StoreBackend):
         assert key is not None and value is not None
         if cache.key.dtype == dtype:
             key, value = key.to(dtype), value.to(dtype)
-        # A quantised cache takes what was rotated as it is: rounded once.
+        # A quantised cache takes the rotated numbers unrounded, so that they are rounded once.
         self.run(plan, key, value, cache, params)
         return query.to(dtype), key.to(dtype) if keep else None, value.to(dtype) if keep else None
 
@@ -86,7 +86,7 @@ class Store(Op):
         self.plan: StorePlan | None = None
         if backend is not None and batch.slot_mapping is not None:
             self.plan = backend.plan(batch.slot_mapping)
-        # Of keys that are given whole, as many as the sequences reach must be there.
+        # Whole keys must reach to the end of the last sequence.
         ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
         self.keys_reach = max(ends, default=0)
 

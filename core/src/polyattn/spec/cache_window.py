@@ -61,8 +61,9 @@ class CacheWindow:
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
         """Return what a layer's cache may drop.
 
-        A cache keeps everything if what has left would change what stays. That is so for sink tokens
-        under ALiBi or chunks, whose places count, and for rotations that depend on the whole length.
+        A cache keeps everything if the removed tokens would change the others. Sink tokens under ALiBi
+        or chunks do so, because their places count, and so do rotations that depend on the whole
+        length.
 
         Args:
             spec: the layer.

@@ -1,4 +1,4 @@
-"""What is looked at of an indexer?"""
+"""What must an indexer do?"""
 
 from __future__ import annotations
 

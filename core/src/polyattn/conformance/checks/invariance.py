@@ -62,7 +62,7 @@ def regrouped(case: Case, harness: Harness) -> None:
         result = some.run()
         its_lse, its_states = _kept(some)
         real = [place for place, request in enumerate(requests) if lens[request]]
-        # A padding row's output some families leave as it is.
+        # Some families don't write a padding row's output.
         asked = [requests[place] for place in real]
         counts = [queries[request] for request in requests]
         mine = picked_rows(counts, real, result.device)

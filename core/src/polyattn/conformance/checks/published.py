@@ -23,9 +23,9 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.workload.steps import Lengths
 
 LEAST_LAYERS = 16
-"""Layers of the grid of masks that are looked at, however long they take."""
+"""The least number of layers that the grid of masks checks, without a limit of time."""
 LEAST_PAIRS, PATIENCE = 10, 6
-"""Of pairs: layers that are looked at at least; budgets that they all may take together."""
+"""For pairs: the least number of layers to check, and the budgets that all of them may take."""
 MOST_NUMBERS = (1 << 18, 1 << 20, 1 << 22)
 """Most numbers of a step's keys, half of those of its scores and its cache: small steps come first."""
 ROWS = {"decodes": (("context",), 4), "prompts": (("query", "length"), 3)}
@@ -69,7 +69,7 @@ def published(case: Case, harness: Harness) -> None:
 
 
 def _further(case: Case, harness: Harness) -> Iterator[tuple[LayerSpec, Lengths | str]]:
-    """Yield the other layers of a case of the plainest layer's, as far as they are served."""
+    """Yield the other layers of a plainest layer's case that the backend serves."""
     caps = harness.info.capabilities
     for fields, step in FURTHER.get(case.batch, ()):
         spec = _layer_of(case.spec, fields)
@@ -134,7 +134,7 @@ def pairs(case: Case, harness: Harness) -> None:
         answer = served[layer]
         return bool(answer) if whole else answer is not False
 
-    # First each value, as it is chosen, is served beside the usual ones; then all are, together.
+    # Serve each chosen value beside the usual ones first, then all of them together.
     for most, early in product(MOST_NUMBERS, (True, False)):
         small = partial(allows, most=most, early=early)
         for choice in covering.draw(small, any_value=most == MOST_NUMBERS[0]):

@@ -45,8 +45,8 @@ WAITING_RAISES = 2
 LONGEST_REST = 64
 """Steps for which no table is read back, at most, after tables in which too little was shared."""
 ATTAINED = 0.4
-"""Of a device's stated products, what absorbed decodes reach: 404 of an H200's 989 TFLOP/s (TRITON_MLA,
-64 x 4,096). A latent that is read once is still multiplied by each row's heads."""
+"""The part of a device's nominal products that absorbed decodes reach: 404 of an H200's 989 TFLOP/s
+(TRITON_MLA, 64 x 4,096). A latent that is read once is still multiplied by each row's heads."""
 CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 

@@ -124,7 +124,7 @@ def _alone(call: Call, args: list[Tensor], whole: Tensor, unit: tuple[slice, ...
     try:
         alone = call(parts)
     except (RuntimeError, IndexError):
-        return False  # it goes by how many there are
+        return False  # it depends on the number of units
     if not _close(alone, whole[unit]):
         return False
     if not args[0].is_floating_point():

@@ -234,7 +234,7 @@ class _Reader:
     def _constant(self, value: Any, shape: tuple[int, ...], kind: str) -> int:
         entries = np.broadcast_to(np.asarray(value), shape).reshape(-1)
         python_type = {FLOAT: float, INT: int, BOOL: bool}[kind]
-        # In float32, as torch has a number beside a tensor of it.
+        # In float32, as torch treats a number beside a float32 tensor.
         entries = entries.astype(np.float32) if kind == FLOAT else entries
         if len(entries) and ((entries == entries[0]).all() or (entries != entries).all()):
             return self.trace.add("constant", what=python_type(entries[0]), kind=kind)

@@ -57,7 +57,7 @@ OF_PLACES: dict[str, Callable[..., Any]] = {
     "not": np.invert, "abs": np.abs, "to_int": lambda x: np.asarray(x).astype(np.int64),
     "to_float": lambda x: np.asarray(x).astype(np.float64), "to_bool": lambda x: np.asarray(x) != 0,
 }  # fmt: skip
-"""Operations as they are worked out of elements' places, before a kernel runs."""
+"""Operations on elements' places, which are computed before a kernel runs."""
 
 
 def _kind_of(place: str) -> str:

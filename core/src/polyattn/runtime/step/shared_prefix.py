@@ -244,7 +244,7 @@ def _together(
 def _stops(table: NDArray[np.int32], full: Rows, rows: Rows, begins: Rows, column: Rows) -> Rows:
     """Return where each group ceases to agree, of groups that agree in `column`.
 
-    `begins`: where their rows begin among `rows`. Those of one column are looked at together.
+    `begins`: where their rows begin among `rows`. Runs of one column are compared together.
     """
     counts, mine = np.diff(begins, append=len(rows)), rows
     limit, stop = np.minimum.reduceat(full[rows], begins), column + 1

@@ -1,7 +1,7 @@
 """Where the `polyattn` script starts, and where every error becomes a line and an exit code.
 
 0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`, `claim`) or absent (`why`).
-2: what was asked can't be done. 130: interrupted.
+2: polyattn can't do what you asked. 130: interrupted.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Mixer(nn.Module):
 
 
 def _used(scales: Scales, spec: LayerSpec) -> Scales:
-    """Return the scales of a layer whose cache holds what they are of."""
+    """Return the scales if the layer's cache needs them, else none."""
     return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4", "int8") else {}
 
 
