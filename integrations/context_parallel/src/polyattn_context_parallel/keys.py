@@ -1,8 +1,8 @@
 """Which keys does a rank attend to? What it holds, what is collected in order, or an anchor and its own.
 
-A decode's rows attend to what the rank holds, and states merge. Where a key's part depends on nothing
-but the key, the rank's blocks are a cache like any other. Where it depends on the key's place, a backend
-must not believe that its keys are neighbours. What a window leaves is therefore copied together. Under
+A decode's rows attend to what the rank holds, and states merge. If a key's weight depends only on the
+key, the rank's blocks are a cache like any other. If it depends on the key's place, a backend must not
+treat the rank's keys as neighbours. The keys that a window shows are therefore copied together. Under
 ALiBi each block is a row of its own. Its distances are off by one number, which moves the row's LSE.
 
 Longer rows attend to everything in order. Each rank's blocks and the step's keys come together in a cache
@@ -179,8 +179,8 @@ def anchored(room: Room, context: ContextParallel, batch: Batch, anchors: list[i
 def held(group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec) -> Op:
     """Plan rows of one token over this rank's keys; `batch` speaks of all ranks' keys.
 
-    A row of which the rank has no key gets output 0 and LSE -inf. `group`: of `spec`, but without
-    learned sinks, and where that has a window or chunks without them.
+    If the rank has no key of a row, the row gets output 0 and LSE -inf. `group`: of `spec` without
+    learned sinks, windows and chunks.
     """
     if masked(spec):
         return _copied_together(group, room, batch, blocks, spec)

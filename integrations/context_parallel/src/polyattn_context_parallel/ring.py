@@ -2,8 +2,8 @@
 
 Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889) over zigzag pieces. At each turn a rank attends to
 the keys that it was passed while the next ones are under way, and merges the state. A turn takes one
-piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. That is half
-of what is there, on every rank, at every turn. The rank whose block a key falls into stores it.
+piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. So every
+rank computes half of the pairs at every turn. The rank whose block a key falls into stores it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Ring(Op):
-    """Whole prompts, of which every rank has its own pieces."""
+    """Whole prompts; every rank has its own pieces of them."""
 
     def __init__(
         self, kernels: RingKernels, context: ContextParallel, blocks: Blocks, batch: Batch
