@@ -225,7 +225,7 @@ def rescaled(case: Case, harness: Harness) -> None:
     plan = layer.plan(inputs.batch)
     for factor in (1.0, 1.75, 0.5):
         for name in sorted(used_scales(case.spec)):  # what scales nothing stays 1
-            layer.scales.tensors[name].weight.given.mul_(factor)
+            layer.scales.tensors[name].weight.tensor.mul_(factor)
         inputs.but().check(f"scales times {factor}: ", plan)
 
 

@@ -188,7 +188,7 @@ def reassigned(case: Case, harness: Harness) -> None:
     for factor in (1.75, 0.5):
         for name in sorted(used_scales(case.spec)):
             tensor = layer.scales.tensors.get(name)
-            old = getattr(layer, name) if tensor is None else tensor.weight.given
+            old = getattr(layer, name) if tensor is None else tensor.weight.tensor
             setattr(layer, name, old * factor)
         step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
@@ -200,11 +200,11 @@ def loaded_later(case: Case, harness: Harness) -> None:
     step.check("", step.plan)
     for weight in (layer.sinks, layer.alibi_slopes):
         if weight is not None:
-            weight.given.copy_(weight.given.flip(0) * 0.5 + 0.75)
+            weight.tensor.copy_(weight.tensor.flip(0) * 0.5 + 0.75)
     step.but().check("parameters loaded later: ", step.plan)
     for weight in (layer.sinks, layer.alibi_slopes):
         if weight is not None:
-            weight.given = weight.given.flip(0) + 0.25
+            weight.tensor = weight.tensor.flip(0) + 0.25
     step.but().check("parameters replaced: ", step.plan)
 
 

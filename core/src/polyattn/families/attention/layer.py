@@ -49,7 +49,7 @@ class Attention(Layer):
 
     The layer references tensors and doesn't copy them: what is loaded into one afterwards counts, also
     for a layer that was made on the meta device. After a parameter was replaced, assign the new one:
-    `layer.sinks.given = parameter`.
+    `layer.sinks.tensor = parameter`.
 
     Args:
         group: the group, or the selection or the spec to make one.
