@@ -136,8 +136,8 @@ def row_format(name: str) -> RowFormat:
     if name not in known:
         names = [*KV_CACHE_DTYPES, *sorted(known)]
         raise SpecError(
-            f"kv_cache_dtype={name!r} is unknown ('KEYS/VALUES' names two formats of rows, and "
-            f"polyattn.register_row_format adds one){nearest(name, names)}"
+            f"kv_cache_dtype={name!r} is unknown{nearest(name, names)} ('KEYS/VALUES' names two "
+            "formats of rows, and polyattn.register_row_format adds one)"
         )
     return known[name]
 
