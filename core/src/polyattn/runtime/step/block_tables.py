@@ -28,7 +28,7 @@ def with_a_column(batch: Batch) -> Batch:
 def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = None) -> Batch:
     """Return the batch with a block table of blocks of `size` tokens.
 
-    `into` is an earlier such table; a captured graph reads it, so it is filled again. Where K's and V's
+    `into` is an earlier such table, filled anew where a captured graph reads it. Where K's and V's
     blocks lie in turn, K's next block is twice as far.
     """
     ratio = cache.block_size // size
