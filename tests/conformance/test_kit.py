@@ -256,13 +256,17 @@ def test_a_failure_says_where_and_what_it_looks_like() -> None:
     wrong[2, 1] *= -1
     text = said(wrong, right[1])
     assert (
-        "1 of 8 rows (token, head), the worst head 1 of token 2 (sequence 1, query 1 of 3" in text
+        "1 of 8 rows (token, head): heads 1, sequences 1; the worst is head 1 of token 2 "
+        "(sequence 1, query 1 of 3" in text
     )
     assert "place 18 of 20)" in text and "finite" not in text
     wrong[0, 0, 3] = torch.nan
-    assert "head 0 of token 0 (sequence 0, query 0 of 1, place 8 of 9); it isn't finite" in said(
-        wrong, right[1]
+    text = said(wrong, right[1])
+    assert (
+        "2 of 8 rows (token, head): heads all, sequences all; the worst is head 0 of token 0"
+        in text
     )
+    assert "(sequence 0, query 0 of 1, place 8 of 9); it isn't finite" in text
     assert "it is the logarithm of base 2, not natural" in said(right[0], right[1] * 1.4426950)
     missing = right[1].clone()
     missing[3, 1] = -torch.inf

@@ -116,15 +116,15 @@ def test_a_model_is_built_on_the_meta_device_and_loaded() -> None:
     with torch.device("meta"):
         model = Model()
     assert model.sinks.is_meta
-    with pytest.raises(SpecError, match=r"sinks is on the meta device.*`given`"):
+    with pytest.raises(SpecError, match=r"sinks is on the meta device.*`tensor`"):
         step.run(model.attention, step.batch)
     loaded = torch.tensor([3.0, -1.0, 0.5, 2.0])
     model.load_state_dict({"sinks": loaded}, strict=False, assign=True)
     weight = model.attention.sinks
     assert weight is not None
     with pytest.raises(SpecError, match=r"sinks has shape \(3,\); it must be \(4,\)"):
-        weight.given = loaded[:3]
-    weight.given = model.sinks
+        weight.tensor = loaded[:3]
+    weight.tensor = model.sinks
     fresh = Attention(model.attention.group, sinks=loaded)
     expected = step.run(fresh, step.batch)
     assert torch.equal(step.run(model.attention, step.batch), expected)
@@ -172,9 +172,9 @@ def test_every_family_is_built_on_the_meta_device() -> None:
         with pytest.raises(SpecError, match="is on the meta device"):
             step.run(layer, step.batch)
     assert mla.w_uk is not None and mla.w_uv is not None
-    mla.w_uk.given, mla.w_uv.given = weights
+    mla.w_uk.tensor, mla.w_uv.tensor = weights
     for name, tensor in params.items():
-        scan.weights[name].given = tensor
+        scan.weights[name].tensor = tensor
     assert torch.equal(latent.run(mla, latent.batch), expected[0])
     assert torch.equal(recurring.run(scan, recurring.batch), expected[1])
 
@@ -199,7 +199,7 @@ def test_a_layer_keeps_nothing_of_a_step(family: type[Any]) -> None:
     weights += [layer.w_uk, layer.w_uv] if isinstance(layer, LatentAttention) else []
     weights += layer.weights.values() if isinstance(layer, Recurrent) else []
     for weight in weights:
-        weight.given = torch.nn.Parameter(weight.given)
+        weight.tensor = torch.nn.Parameter(weight.tensor)
     out = step.run(layer, step.batch)
     held = step.states.data if isinstance(step, Recurring) else step.cache.key
     assert not out.requires_grad and not held.requires_grad

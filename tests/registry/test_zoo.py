@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -293,3 +295,24 @@ def test_refresh_forgets_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert availabilities([discover().backend("MENDED")], 2.0) == ["no"]
     polyattn.registry.discovery.refresh()
     assert availabilities([discover().backend("MENDED")], 2.0) == [None]
+
+
+def test_a_second_name_of_a_module_leaves_the_first_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo.animals import backends
+    from zoo.build import install
+
+    rank = "asked = []\n@hookimpl\ndef polyattn_rank(ranking):\n    asked.append(ranking)\n"
+    install(tmp_path, Animal("first", backends("[info('FIRST')]") + f"\n{rank}", ""))
+    shutil.copytree(tmp_path / "zoo_first-1.2.dist-info", again := tmp_path / "zoo_z-1.2.dist-info")
+    (again / "METADATA").write_text("Metadata-Version: 2.1\nName: zoo-z\nVersion: 1.2\n")
+    (again / "entry_points.txt").write_text("[polyattn.plugins]\nz = zoo_first\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    discovery.refresh()
+    (problem,) = (text for text in discover().problems if "zoo-z 1.2" in text)
+    assert "zoo_first is plugin 'first' already; remove one entry point" in problem
+    select(SPEC, "cpu")
+    assert importlib.import_module("zoo_first").asked
+    monkeypatch.undo()
+    discovery.refresh()

@@ -58,7 +58,7 @@ class NewKeys(NamedTuple):
     Attributes:
         key: (tokens, KV heads, size), sequences one after another.
         value: alike, with the values' size.
-        lens: tokens of each sequence.
+        lens: the number of new tokens of each sequence, on the host.
 
     Examples:
         >>> NewKeys(torch.zeros(3, 2, 64), torch.zeros(3, 2, 64), [2, 1]).lens
@@ -320,7 +320,7 @@ def _check_turns(turns: RotaryTables, last: int) -> None:
 def _append(
     cache: CallerCache, new: NewKeys, lens: int | Tensor, turns: RotaryTables | None, checked: bool
 ) -> None:
-    """Store new tokens where each sequence ends. `checked`: whether their pages are looked at first."""
+    """Store new tokens where each sequence ends. `checked`: whether to check their pages first."""
     key, value, table, rows, _ = cache
     seq, position = _positions(lens, new.lens, key.device)
     if table is None:

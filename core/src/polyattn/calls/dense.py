@@ -16,7 +16,7 @@ from polyattn.runtime.inputs import bad_input, check_is_real
 from polyattn.runtime.step.integers import integers
 
 Count = Callable[[LayerGroup], None]
-"""What is told of each group that served a call."""
+"""A call's hook: it gets the group that served the call."""
 
 
 def attend_dense(
@@ -106,7 +106,7 @@ def _bind(
     key_lens = _row_lens(rows, keys, key_lens)
     step = plan_lengths(group, (count,) * rows, key_lens, apart, first_positions)
     of_heads, size = step.out_shape[1:]
-    token = of_heads * size  # results lie by tokens, whatever the order of their sizes
+    token = of_heads * size  # results lie by tokens, in any order of their sizes
     results = Results(
         _by_heads((rows, count, of_heads, size), heads_out),
         _by_heads((count * token, token, size, 1), heads_out),

@@ -17,7 +17,7 @@ from polyattn.spec.layer import LayerSpec
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Sequences = Sequence[tuple[int, int, int, int]]
-"""Of each sequence the first query, the queries, the first key, the keys."""
+"""For each sequence: its first query, its queries, its first key, its keys."""
 
 
 class Recomputed(torch.autograd.Function):

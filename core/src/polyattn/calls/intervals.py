@@ -1,4 +1,4 @@
-"""What does a mask say? Which interval of keys each query sees; kernels are asked for that.
+"""What does a mask say? Which interval of keys each query sees. Kernels get these intervals.
 
 Frameworks compose masks of causal, sliding, chunked, packed and padded parts, of image blocks. Whatever
 they were composed of, most come down to intervals, and neighbouring queries' intervals to what kernels
@@ -107,7 +107,7 @@ def _parts(low: np.ndarray, high: np.ndarray) -> list[Part]:
     parts: dict[Kind, Part] = {}
     queries = low.shape[1]
     chosen: dict[Kind, list[np.ndarray]] = {}
-    # A run that fits several kinds joins one that is asked for anyway.
+    # If a run fits several kinds, it joins one that another run needs.
     for row, first, count, start, stop, kind in runs:
         if kind is None or kind == (True, None, None):
             causal = [k for k in kinds if k[0] or count == 1]

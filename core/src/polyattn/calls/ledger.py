@@ -39,7 +39,7 @@ class Ledger:
 
     Args:
         host: the host's name.
-        own: what serves a call that polyattn can't, for messages.
+        own: the host's attention that serves the other calls, as messages name it.
 
     Examples:
         >>> ledger = Ledger("my_engine", "the engine's own attention")
@@ -64,7 +64,7 @@ class Ledger:
         return Report(dict(served), dict(self._fallbacks))
 
     def reset(self) -> None:
-        """Forget all counts; what was warned of is warned of again."""
+        """Forget all counts; warnings come again."""
         self._served.clear()
         self._fallbacks.clear()
 
@@ -82,7 +82,7 @@ class Ledger:
 
         Args:
             who: the module that called; `""` for none.
-            why: the reason, as the warning tells it.
+            why: the reason, as in the warning.
 
         """
         line = f"{who}: {why}" if who else why

@@ -42,7 +42,7 @@ def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[i
 
 
 def _lightest(group: LayerGroup) -> LayerGroup:
-    """Return a group by the best candidate that goes by addresses; this one if none other does."""
+    """Return a group of the best candidate that runs by address; this group if no candidate does."""
     for info in dict(group.selection.candidates).get("prefill", ()):
         if info.capabilities.by_address:
             chosen = group.selection.backend("prefill")

@@ -44,7 +44,7 @@ def remember(key: Any, value: T) -> T:
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that finds in the memo what it made of equal arguments before."""
+    """Return `make` with a memo: equal arguments return the same result."""
 
     @wraps(make)
     def find(*args: P.args, **named: P.kwargs) -> T:
@@ -56,9 +56,9 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
-    """Return what a bound call is found by: all that decides how tensors like these are attended to.
+    """Return the key of a bound call: all that decides how it attends to tensors like these.
 
-    Of contiguous tensors the shape says where each element is, whatever the strides of single ones.
+    The shape of a contiguous tensor locates each element. Strides of dimensions of size 1 don't matter.
     """
     place = place_of(query.device) if query.is_cuda else get_ident()
     return (

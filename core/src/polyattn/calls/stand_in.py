@@ -15,8 +15,8 @@ from polyattn.registry.requirements import HIDDEN
 class StandIns:
     """Modules that stand in for a library's in this process, on demand.
 
-    They cover an installed library only if `install` is told to. While they stand in, the library's
-    distributions serve no backend, because a kernel's import would find the stand-in, which calls the
+    They replace an installed library only with `install(replace=True)`. While they stand in, the
+    library's distributions serve no backend: a kernel's import would find the stand-in, which calls the
     backend.
 
     Args:

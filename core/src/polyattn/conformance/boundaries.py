@@ -1,7 +1,7 @@
-"""At which lengths does code take another path? At the numbers in its sources, and next to them.
+"""At which lengths does code take another path? At the numbers in its sources, and beside them.
 
-Drawn at random, lengths seldom meet a tile's end or the last of a table's rows. So the integers in a
-package's own sources are read, whatever they are for: what isn't a size costs a draw, what is one is met.
+Random lengths seldom meet a tile's end or the last row of a table. So this module reads all integers in
+a package's sources. One that isn't a size costs a draw; one that is a size becomes a length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which steps meet each two values? A covering array of strength two, drawn greedily.
 
-What is right for each value by itself may be wrong where two of them meet. There are many pairs, and few
-steps meet them all: a step meets a pair of each two of its values (AETG, Cohen et al., 1997).
+A backend may serve two values alone and be wrong for the pair. There are many pairs, but a step covers
+a pair for each two of its values. So few steps cover all pairs (AETG, Cohen et al., 1997).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Covering:
     """Which pairs of values are left?
 
     - `values`: those of each name; a pair is of two names.
-    - `rows`: groups of a step's rows, each with the names of which a row has a value, and the most rows.
-      Two rows have no pair: what one gives depends on no other.
+    - `rows`: groups of a step's rows. Each has the names that give a row its values, and the most rows.
+      Two rows have no pair, because one row's result depends on no other row.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Covering:
         self.left = (name_of[:, None] != name_of) & ~(either & (group_of[:, None] != group_of))
 
     def draw(self, allows: Callable[[Choice], bool], any_value: bool = True) -> Iterator[Choice]:
-        """Yield choices, each of which meets many pairs that are left, until no more may be met.
+        """Yield choices that each meet many remaining pairs, until no choice can meet another one.
 
         - `allows`: whether a choice, which may lack names and rows, can become one.
-        - `any_value`: of values that meet equally many pairs any is taken, else a name's first.
+        - `any_value`: if several values meet equally many pairs, take any; else the name's first one.
 
-        A choice that was run is given to `meet`. Of one that wasn't, its first pair is given up.
+        Pass a choice that ran to `meet`. If a choice doesn't run, its first pair is dropped.
         """
         hopeless = np.zeros_like(self.left)
         while (left := self.left & ~hopeless).any():

@@ -30,7 +30,7 @@ from polyattn.spec.variant import AttentionVariant
 from polyattn.workload.steps import USUAL
 
 EXAMPLES = 8
-"""Drawn at a time; between them the clock is looked at."""
+"""Draws between two looks at the clock."""
 SIZES = tuple(sorted({*HEAD_SIZES, 72, 88, 100, 104, 120}))
 """Head sizes that are drawn: the kit's own, and more that models have."""
 WIDEST = 128
@@ -59,8 +59,8 @@ def drawn(
 ) -> int:
     """Run `example` on draw after draw; returns how many ran.
 
-    Until `count` of them did, or, without one, until the harness's budget is spent. Hypothesis's first
-    draw is always the simplest layer there is, with whatever seed; it is dropped.
+    It stops after `count` of them or, without a count, when the harness's budget is spent. Hypothesis's
+    first draw is the simplest layer with every seed, so it is dropped.
     """
     end, ran = time.monotonic() + harness.budget, 0
 

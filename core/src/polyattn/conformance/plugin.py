@@ -100,7 +100,7 @@ class _Kit:
         if problem:
             raise pytest.UsageError(f"{self.info.name} can't run here: {problem}")
         seed = config.getoption("--polyattn-seed")
-        # Not torch.seed(), which would seed the user's generators anew.
+        # Not torch.seed(), which would reseed the user's generators.
         self.seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         config.option.polyattn_seed = self.seed  # workers of pytest-xdist use the same
         self.budget: float = config.getoption("--polyattn-budget")

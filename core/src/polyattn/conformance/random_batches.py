@@ -1,8 +1,8 @@
-"""Many small batches, composed at random of requests whose answers are known, NaN beside them.
+"""Many small random batches of requests with known answers, some with NaN beside them.
 
 A round is a layer of the claims and a pool of requests: one `Workload`, whose answers the reference
-gives once. What a request gives depends neither on its place nor on its company, so one answer serves
-every batch that it is in.
+computes once. A request's result depends neither on its place nor on the other requests. So one answer
+serves every batch of the request.
 
     pytest --pyargs polyattn.conformance --polyattn-backend NAME --polyattn-batches 10000 -k batches
 """
@@ -58,7 +58,7 @@ class Tally:
     """How many batches ran, over how many layers, and what was wrong.
 
     - `spoilt`: how many had a request with NaN or infinities beside sound ones.
-    - `worst`: the largest error, as a part of what is allowed; `where` says of which layer.
+    - `worst`: the largest error, as a part of the tolerance; `where` is its layer.
     """
 
     batches: int = 0

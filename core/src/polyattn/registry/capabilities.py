@@ -91,7 +91,7 @@ class Sizes:
         return next((d for d in divisors if d in self), None)
 
     def examples(self, wanted: Iterable[int]) -> list[int]:
-        """Return the listed values; of a range, the wanted ones that it allows.
+        """Return the listed values; for a range, those of `wanted` that it allows.
 
         Args:
             wanted: sizes to try.
@@ -253,7 +253,8 @@ class Capabilities:
         latent_ropes: sizes of its rope key.
         topks: of sparse MLA, the most tokens that a query attends to.
         block_sizes: tokens of a cache's block.
-        preferred_block_size: if neither the layer nor another backend asks for one.
+        preferred_block_size: the block size of a layer for which neither its spec nor another backend
+            sets one.
         layouts: of a cache, the preferred one first.
         rows_layout: the preferred one of a cache of rows of bytes, where that is another; `""`: none.
         phases: `"prefill"`, `"decode"`, and `"mixed"` if one launch serves both; or `"store"`,
@@ -268,8 +269,8 @@ class Capabilities:
         padding_rows: of attention: rows of several query tokens may be padding (length 0, known to the
             device alone in a step planned by bounds), with output 0 and LSE -inf. Rows of one token
             always may. For others core refuses such a step.
-        mixes_tails: of keys that a call passes whole, its kernel weighs what lies behind a sequence's
-            last one with 0. So NaN or Inf among the next sequence's first values reaches that sequence.
+        mixes_tails: with whole keys, its kernel gives weight 0 to the keys behind a sequence's last
+            one. So NaN or Inf among the next sequence's first values reaches that sequence.
         by_address: its `addressed` takes uncached keys by address alone, so that a short step costs the
             host little.
         rotates: of a store: the pairings (`"neox"`, `"gptj"`) that its `run_rotated` rotates, and adds

@@ -197,7 +197,7 @@ def _entry_points() -> Iterator[_Found]:
             text = dist.read_text("entry_points.txt")
             if not text or ENTRY_POINT_GROUP not in text:
                 continue
-            said = dist.metadata  # parsed anew at each access
+            said = dist.metadata  # parsed at each access
             name = _name_in(said)
             if name in seen:  # a second copy on sys.path is shadowed, as for import
                 continue
@@ -242,12 +242,17 @@ def _check_names(settings: Settings, installed: Sequence[str]) -> None:
 
 
 def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> PluginRecord:
-    """Import, register and question one plugin; whatever it raises becomes its problem."""
+    """Import and register one plugin and call its hooks; an exception becomes its problem."""
     record, loaded = item.record, []
     had_torch, began = "torch" in sys.modules, time.perf_counter()
 
     def question() -> dict[str, Any]:
         plugin = item.load()
+        other = manager.get_name(plugin)
+        if other is not None:  # before it counts as loaded: the other one stays registered
+            raise PluginError(
+                f"{record.target} is plugin {other!r} already; remove one entry point"
+            )
         loaded.append(plugin)
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
@@ -283,7 +288,7 @@ SLOW = 0.5
 
 
 def _cost(imports_torch: bool, seconds: float) -> str:
-    """Say what asking a plugin costs everybody who lists or selects, if it is much."""
+    """Say how long a slow plugin delays every command that lists or selects; "" for a fast one."""
     if not imports_torch and seconds < SLOW:
         return ""
     what = IMPORTS_TORCH if imports_torch else "its import and hooks are slow"
@@ -363,7 +368,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
 
 
 def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> str:
-    """Leave of several claimants of a name the one that may keep it, or none; say what to do.
+    """Drop all claimants of a name, or all but the one that may keep it; say what to do.
 
     A name of ours stays ours: else one stray distribution would take the CPU from everybody.
     Between strangers nobody can tell which one is meant.

@@ -120,7 +120,7 @@ class Priority:
         phase: of the step.
         kind: of the layer.
         needs: a feature (`polyattn.spec.features`) that the layer has.
-        over: elements that the layer's heads have more than.
+        over: the layer's heads have more elements than this.
         cached: whether the layer has a cache.
         why: shown by `polyattn explain`.
 
@@ -317,7 +317,7 @@ class BackendInfo:
             )
 
     def canonical(self) -> BackendInfo:
-        """Return it with its names as they are looked up."""
+        """Return it with its names in upper case, as look-ups need them."""
         name, aliases = self.name.upper(), tuple(alias.upper() for alias in self.aliases)
         same = (name, aliases) == (self.name, self.aliases)
         return self if same else replace(self, name=name, aliases=aliases)

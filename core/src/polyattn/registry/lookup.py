@@ -74,8 +74,8 @@ def _find(
     if isinstance(loaded, ModuleType):
         folders = getattr(loaded, "__path__", None)
         return getattr(loaded, "__file__", None), None if folders is None else list(folders)
-    # A top-level name is found without importing anything. Below it the last word alone is asked
-    # for: a dotted name would have the finder look for a parent that isn't imported.
+    # A top-level name needs no import. Below it the finder gets the last word alone: with a dotted name
+    # it would look for a parent that isn't imported.
     spec = PathFinder.find_spec(word, locations) if locations else find_spec(full)
     if spec is None:
         return None

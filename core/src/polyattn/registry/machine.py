@@ -1,8 +1,8 @@
 """Asks plugins: which device is here, can a backend run on it, and which of several is better?
 
-Each call into a plugin is bounded in time, and nothing that it raises or exits with reaches the host. It
-runs in a thread of its own. So one that hangs costs its time limit, and a KeyboardInterrupt that a plugin
-raises is told from a user's Ctrl-C, which always arrives in the main thread.
+Each call into a plugin has a time limit and a thread of its own. No exception or exit of it reaches the
+host. A call that hangs costs its time limit. A user's Ctrl-C always arrives in the main thread, so it
+differs from a KeyboardInterrupt that a plugin raises.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PluginCall:
             self._done.set()
 
     def answer(self, seconds: float, setting: str) -> Any:
-        """Return what it returned. Raises `PluginError` when it failed, `LatePluginError`.
+        """Return the call's result. Raises `PluginError`, or `LatePluginError` if it was late.
 
         `setting` names the variable that `seconds` comes from.
         """
@@ -166,7 +166,7 @@ def _current_accelerator() -> Callable[[], None]:
         # A device that torch was only told of, by its name (torchax's), has no current one.
         with suppress(RuntimeError):
             index = accelerator.current_device_index()
-    # A new thread begins with 0; setting it would open a context on a device that nobody used.
+    # A new thread begins with 0; setting it would open a context on an unused device.
     return (lambda: accelerator.set_device_index(index)) if index else (lambda: None)
 
 
@@ -186,7 +186,7 @@ def availability(info: BackendInfo, timeout: float) -> str | None:
 def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | None]:
     """Return `availability` of each; their probes run side by side, each within `timeout` seconds.
 
-    Of several builds of a library one is enough.
+    If a library has several builds, one is enough.
     """
     builds = [info.builds for info in infos]
     answers = iter(_answers([build for several in builds for build in several], timeout))

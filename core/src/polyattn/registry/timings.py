@@ -44,7 +44,7 @@ class Entry:
     stale: str = ""
 
     def speaks_of(self, spec: LayerSpec) -> bool:
-        """Whether the model is for layers like this: of its class, whatever their heads."""
+        """Whether the model is for layers of this one's class, with any number of heads."""
         theirs = layer_class(spec)
         return all(theirs.get(name) == value for name, value in self.layer)
 
@@ -161,9 +161,9 @@ def _measurable(spec: LayerSpec) -> bool:
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
-    """Return what a model's layers have in common; of `batch_invariant`, the level that is asked for.
+    """Return what a model's layers have in common; for `batch_invariant`, the spec's level.
 
-    And whether logits are capped, or sinks join them: kernels that are the fastest otherwise don't do it.
+    It includes whether logits have a cap or sinks, which the otherwise fastest kernels lack.
     """
     level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
     return (

@@ -102,7 +102,7 @@ def store_lse(lse: Tensor | None, values: Tensor) -> None:
     """Copy a library's LSE to the call's, and its +inf as -inf, for rows without keys.
 
     Args:
-        lse: float32 (num_tokens, heads), written; None: nothing is asked for.
+        lse: float32 (num_tokens, heads), written; None: the call needs no LSE.
         values: what the library returned, (heads, num_tokens), natural logarithm.
 
     Examples:

@@ -57,7 +57,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "learned_sinks": ("sinks",),
     "lse": ("lse", "return_lse"),
 }
-"""The features that a function can claim, and the parameters of which it needs one for that."""
+"""The features that a function can claim. Each needs one of these parameters."""
 CLAIMS = frozenset(field.name for field in fields(Capabilities)) - {
     "kinds", "cached", "latent_ranks", "latent_ropes", "topks", "fp8_compute", "shared_prefix",
     "shared_features",
@@ -226,7 +226,7 @@ def packed(batch: Batch, tensor: Tensor | None) -> Tensor | None:
 
 
 def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[FunctionBackend]]:
-    """Make a function a backend. The function's parameters say what it is handed.
+    """Make a function a backend. The function's parameters say what it gets.
 
     The function takes `query`, `key`, `value` and `scale`. Its form follows from the other names:
 

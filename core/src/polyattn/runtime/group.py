@@ -145,7 +145,7 @@ class StepPlan:
     def explain(self) -> str:
         """Return which backend runs which of the step's sequences, a line each.
 
-        Of decodes it says which shared prefixes are read once, or why none is.
+        For decodes it says which shared prefixes are read once, or why none is.
         """
         lines = []
         for call in self.calls:
@@ -512,7 +512,7 @@ class LayerGroup:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the value; kernels are loaded anew where it is read."""
+        """Pickle the value; the process that reads it loads kernels again."""
         return _unpickled, (self.selection, self.cache_format)
 
     def __repr__(self) -> str:
@@ -524,7 +524,7 @@ def _unpickled(selection: Selection, cache_format: CacheFormat | None) -> LayerG
 
 
 def on_the_host() -> AbstractContextManager[Any]:
-    """Return a context in which new tensors are the host's, whatever the caller's default device is."""
+    """Return a context that makes new tensors on the host, under any default device."""
     # `torch.set_default_device` and `with torch.device` put a mode on this stack.
     return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
 

@@ -208,7 +208,7 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
     Args:
         output: (tokens, heads, size).
         lse: float32 (tokens, heads), natural logarithm; -inf where a row saw no key.
-        sinks: (heads,).
+        sinks: floats (heads,), a logit for each.
 
     Returns:
         The output, in the wider dtype of `output` and `lse`, and the LSE. A row that saw no key stays as

@@ -14,10 +14,10 @@ from polyattn.spec.layer import LayerSpec
 class Weight:
     """A tensor of the model in the form that kernels read: their dtype, their device.
 
-    It is referenced. If it has that form already, kernels read it; otherwise they read a copy, which is
-    refreshed whenever the tensor has changed. So values that are loaded after the layer was built,
-    copied, pickled, moved, or built on the meta device count. A parameter that was replaced
-    (`load_state_dict(assign=True)`) is another tensor: assign it to `given`. `offset` is added to a copy.
+    Kernels read the tensor itself if it has that form, else a copy, which is refreshed whenever the
+    tensor has changed. So values count that are loaded after the layer was built, copied, pickled or
+    moved, or was on the meta device. A parameter that was replaced (`load_state_dict(assign=True)`) is
+    another tensor: assign it to `tensor`. `offset` is added to a copy.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Weight:
         offset: float = 0.0,
     ):
         self.name, self._device, self._dtype, self._offset = name, device, dtype, offset
-        self._given = tensor
+        self._tensor = tensor
         self._read: Tensor | None = None
         self._is_copy = False
         self._seen: tuple[int, int] | None = None
@@ -52,21 +52,21 @@ class Weight:
         return cls(name, tensor, device, torch.float32)
 
     @property
-    def given(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The model's tensor. Another of the same shape may take its place; raises `SpecError`."""
-        return self._given
+        return self._tensor
 
-    @given.setter
-    def given(self, tensor: Tensor) -> None:
-        check_shape(self.name, tensor, tuple(self._given.shape))
-        self._given, self._seen = tensor, None
+    @tensor.setter
+    def tensor(self, tensor: Tensor) -> None:
+        check_shape(self.name, tensor, tuple(self._tensor.shape))
+        self._tensor, self._seen = tensor, None
 
     def current(self) -> Tensor:
         """Return what kernels read: the same tensor, unless the model's was replaced or moved.
 
         Raises `SpecError` where the model's is on the meta device: it has no values yet.
         """
-        tensor = self._given
+        tensor = self._tensor
         # What was made in inference mode counts no versions.
         seen = None if tensor.is_inference() else (_place(tensor), tensor._version)
         if self._read is not None and seen is not None and seen == self._seen:
@@ -74,7 +74,7 @@ class Weight:
         if tensor.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
             raise SpecError(
                 f"{self.name} is on the meta device and has no values; load the model's weights, and "
-                f"where that replaced the parameter, set `given` of the layer's {self.name} to the new"
+                f"where that replaced the parameter, set `tensor` of the layer's {self.name}"
             )
         if self._is_as_read(tensor):
             if self._read is None or self._is_copy or _place(self._read) != _place(tensor):

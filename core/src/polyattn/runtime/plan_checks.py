@@ -13,7 +13,7 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
 
 SHARE = 0.2
-"""Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
+"""The share of the planning time that checks may take with `POLYATTN_CHECKS`."""
 
 
 class PlanChecks:

@@ -32,7 +32,7 @@ class LayerParams:
         v_scale: a quantised cache holds `value / scale`.
         qkv_bias: as `NewTokens.bias`.
         q_norm: as `Norms.query`, where queries come unnormed.
-        k_norm: as `Norms.key`, alike.
+        k_norm: as `Norms.key`, where keys come unnormed.
         rotate: whether queries and keys come unrotated.
         q_scale: a quantised query is `query / scale`.
         out_scale: a quantised output is `output / scale`.
@@ -74,7 +74,7 @@ class Frame:
         cache: the layer's cache, or None.
         params: what differs between layers of one spec.
         out: (num_tokens, num_heads, V head size), written.
-        lse: float32 (num_tokens, num_heads), natural logarithm, written; None: nothing is asked for.
+        lse: float32 (num_tokens, num_heads), natural logarithm, written; None: the call needs no LSE.
         choice: int32, the keys that each token attends to, -1 for none, for kernels that take a choice.
             It may be computed on the device.
 
@@ -277,7 +277,7 @@ class Op(ABC):
     def run(self, frame: Any) -> None:
         """Read and write the tensors of the frame, which is of `rows` alone.
 
-        An op over all rows may set the frame's fields: what comes after it reads those.
+        An op over all rows may set the frame's fields: later ops read those.
 
         Args:
             frame: a call's tensors.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Ints = NDArray[np.signedinteger[Any]]
 
 PAIRS = 1 << 20
-"""(query token, key) pairs that are asked at a time."""
+"""(query token, key) pairs that are checked at a time."""
 TOGETHER = 1 << 11
-"""Pairs up to which regions are asked together."""
+"""Regions of up to this many pairs are checked together."""
 MOST_PAIRS = 1 << 24
-"""Pairs that are asked of a region that should show none; of a larger one its edges are."""
+"""A hidden region of up to this many pairs is checked whole, a larger one at its edges."""
 EDGE = 64
 """Rows and keys of an edge."""
 MOST_TOLD = 5
@@ -84,7 +84,7 @@ class Keys(NamedTuple):
 
 
 class Merges(NamedTuple):
-    """Merges of partial results into the output, int64 (merges,) each but for the last two.
+    """Merges of partial results into the output, int64 (merges,) except the last two.
 
     Attributes:
         seq: the sequence of the rows.
@@ -164,9 +164,10 @@ def no_merges() -> Merges:
 
 
 def in_turn(launches: Sequence[Reads]) -> Reads:
-    """Return what launches of one step read, each of which merges its parts before the next one's.
+    """Return the reads of a step's launches. Each launch merges its parts before the next one runs.
 
-    So they may have their parts in one place: each launch's lie behind those of the launches before it.
+    Launches may share the place of their parts, so each launch's parts are numbered behind the earlier
+    ones.
 
     Args:
         launches: one or more, of one layer and one step.
@@ -281,7 +282,7 @@ def _outside(batch: Batch, reads: Reads) -> list[str]:
 
 @dataclass
 class _Grid:
-    """All rows and KV heads, cut wherever an item or a merge begins or ends.
+    """All rows and KV heads, cut where an item or a merge begins or ends.
 
     `bounds` (cells + 1,): rows of the step; `heads` likewise. `seq` (cells,): whose rows.
     """
@@ -358,7 +359,7 @@ def _unevenly_read(spec: LayerSpec, grid: _Grid, reads: Reads) -> list[str]:
     order = np.lexsort((begin, cell))
     cell, begin, end = cell[order], begin[order], end[order]
     far = int(grid.lens.max(initial=0)) + 1
-    # Of each cell's ranges, where those before it end; 0 for the first.
+    # For each range of a cell, where the ranges before it end; 0 for the first.
     reach = np.maximum.accumulate(cell * far + end)
     before = np.zeros_like(end)
     before[1:] = np.maximum(reach[:-1] - cell[1:] * far, 0)
@@ -387,7 +388,7 @@ def _shown(
     """Yield of each region of a cell's rows and these keys the first pair that the mask shows, if any."""
     some = end > begin
     cell, begin, end = cell[some], begin[some], end[some]
-    if len(grid.heads) > 2:  # what several KV heads have alike is asked once
+    if len(grid.heads) > 2:  # equal ranges of several KV heads are checked once
         _, once = np.unique(np.stack([cell % grid.rows, begin, end]), axis=1, return_index=True)
         cell, begin, end = cell[once], begin[once], end[once]
     if not len(cell):
@@ -428,7 +429,7 @@ def _edges(values: Ints) -> Ints:
 
 
 def _unevenly_written(grid: _Grid, reads: Reads) -> list[str]:
-    """Rows that nobody, or several, write to the output."""
+    """Rows of the output with no writer or several."""
     written = np.zeros((len(grid.heads), grid.rows + 1), np.int64)
     direct = reads.items.place < 0
     for some, mask in ((reads.items, direct), (reads.merges, np.ones(len(reads.merges.seq), bool))):

@@ -58,7 +58,7 @@ class TorchStore(StoreBackend):
         assert key is not None and value is not None
         if cache.key.dtype == dtype:
             key, value = key.to(dtype), value.to(dtype)
-        # A quantised cache takes what was rotated as it is: rounded once.
+        # A quantised cache takes the rotated numbers unrounded, so that they are rounded once.
         self.run(plan, key, value, cache, params)
         return query.to(dtype), key.to(dtype) if keep else None, value.to(dtype) if keep else None
 
@@ -86,7 +86,7 @@ class Store(Op):
         self.plan: StorePlan | None = None
         if backend is not None and batch.slot_mapping is not None:
             self.plan = backend.plan(batch.slot_mapping)
-        # Of keys that are given whole, as many as the sequences reach must be there.
+        # Whole keys must reach to the end of the last sequence.
         ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
         self.keys_reach = max(ends, default=0)
 
@@ -125,7 +125,7 @@ class Store(Op):
         dtype, cached = query.dtype, self.spec.cached
         if not cached:
             assert key is not None and value is not None
-            # Behind the last sequence's keys lies what nobody reads.
+            # No call reads behind the last sequence's keys.
             new = replace(new, key=key[: self.keys_reach], value=value[: self.keys_reach])
         query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
         frame.query, frame.key, frame.value = query.to(dtype), None, None
@@ -224,8 +224,8 @@ def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:
         if not bool(keep.all()):
             blocks, offsets, new = blocks[keep], offsets[keep], new[keep]
     elif slots.numel():
-        # Without asking the device how many slots are skipped: a skipped token repeats a kept
-        # one's write, or, where all are skipped, writes back what is there.
+        # The host doesn't know how many slots are -1. Such a token repeats another token's write, or,
+        # if all slots are -1, writes the old value back.
         keep = slots >= 0
         stand_in = keep.to(torch.uint8).argmax()
         places = torch.where(keep, slots, slots[stand_in]).clamp(min=0)

@@ -1,10 +1,10 @@
 """How long is a chip's fullest processor busy? As libraries deal tiles of queries and keys out.
 
 A program holds a tile of query rows, (token, head), and goes through its keys block by block. A step
-takes what the fullest processor goes through, and what was cut is merged. Where tiles are few, as of
-latents and of short chunks, that decides, and each library cuts in its own way:
+takes the time of the fullest processor, and of merging cut tiles. With few tiles, as with latents and
+short chunks, that decides. Each library cuts in its own way:
 
-- `even`: shares of one length, cut wherever one ends.
+- `even`: shares of one length, cut where a share ends.
 - `padded`: the same, as if every row had as many query tokens as the longest.
 - `cut`: as FlashAttention-3 does, in pieces of a little more than the mean.
 - `pages`: as FlashInfer does latents, in pieces of a multiple of 256 keys.

@@ -18,7 +18,7 @@ STEPS = {
     "decode": ("a decode of 32 sequences of 4,096 keys", [1] * 32, [4096] * 32),
     "prefill": ("a prompt of 2,048 tokens", [2048], [2048]),
 }
-"""By phase a step, its query lengths and its key lengths."""
+"""For each phase a step: its query lengths and its key lengths."""
 
 
 def times(

@@ -27,7 +27,7 @@ Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
 LONGEST_SHORT = 16
-"""Query tokens up to which rows are looked at as short ones."""
+"""Rows of up to this many query tokens count as short."""
 TILE = 64
 """Rows (token, head of a group) of a tile that short rows are multiplied in, at the least."""
 TALL = 128

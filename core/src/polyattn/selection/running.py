@@ -30,7 +30,7 @@ MOST_DECISIONS = 256
 """Decisions that a process writes down; a process of tests makes thousands."""
 
 _written: dict[int, set[tuple[Any, ...]]] = {}
-"""What this process has written down, by its id: a fork begins anew."""
+"""What this process has written down, by its ID: a fork begins with nothing."""
 
 
 @dataclass

@@ -50,7 +50,7 @@ class CallChoice:
 
 
 class Part(NamedTuple):
-    """Rows of a step that one call may run, and who may run it."""
+    """Rows of a step that one call may run, and the backends for it."""
 
     phase: str
     kind: str

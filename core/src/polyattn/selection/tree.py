@@ -155,7 +155,7 @@ def _over_one_cache(
     )
     if (
         spec.kind is AttentionKind.SPARSE
-    ):  # its pages are views of the cache, whatever its blocks are
+    ):  # its pages are views of the cache, over blocks of any size
         walking = ()
     sizes = {
         b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
@@ -200,7 +200,7 @@ def _is_here(info: BackendInfo, device: Device) -> bool:
 def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
     """Return the settings with each backend by its own name; notes say which aliases were used.
 
-    Raises `SettingsError` for a name that no backend has, whatever layers it speaks of.
+    Raises `SettingsError` for a name that no backend has, in every scope.
     """
     names: dict[str, str] = {}
     for override in (o for source in settings.sources for o in source):
@@ -433,9 +433,14 @@ def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Fact
 def _none_can(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
+    phases: dict[tuple[str, ...], list[str]] = {}
     for verdict in verdicts:
-        text += f"\n  {verdict.backend} for {verdict.phase}:"
-        text += "".join(f"\n    {rejection}" for rejection in verdict.rejections)
+        phases.setdefault((verdict.backend, *map(str, verdict.rejections)), []).append(
+            verdict.phase
+        )
+    for (backend, *reasons), equal in phases.items():
+        text += f"\n  {backend} for {' and '.join(equal)}:"
+        text += "".join(f"\n    {reason}" for reason in reasons)
     by_name = _by_name(spec, device, trace, facts)
     if by_name:
         text += (

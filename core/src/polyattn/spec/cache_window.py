@@ -1,9 +1,10 @@
 """Which cache blocks does a layer still need? `CacheWindow`: a window's memory is bounded by the window.
 
-No later query sees what a sliding window or a chunk has left, but for the sink tokens (StreamingLLM, Xiao
-et al., arXiv 2309.17453). An engine gives those blocks back and leaves them out of the sequence's row of
-the block table. The sequence is then shorter by their tokens. A window is relative, so the results are
-the same. A step over a million tokens costs what its window does, on every backend.
+No later query sees a block that a sliding window or a chunk has left, except the sink tokens
+(StreamingLLM, Xiao et al., arXiv 2309.17453). An engine gives those blocks back and leaves them out of
+the sequence's row of the block table. The sequence is then shorter by their tokens. A window is
+relative, so the results are the same. A step over a million tokens costs what its window does, on every
+backend.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class CacheWindow:
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
         """Return what a layer's cache may drop.
 
-        A cache keeps everything if what has left would change what stays. That is so for sink tokens
-        under ALiBi or chunks, whose places count, and for rotations that depend on the whole length.
+        A cache keeps everything if the removed tokens would change the others. Sink tokens under ALiBi
+        or chunks do so, because their places count, and so do rotations that depend on the whole
+        length.
 
         Args:
             spec: the layer.

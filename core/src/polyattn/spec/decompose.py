@@ -148,7 +148,7 @@ def unrotated(spec: LayerSpec) -> LayerSpec:
 
 
 DEFAULT_BLOCK = 64
-"""Tokens in a block of a sparse layer's cache, where neither the spec nor its granularity says more."""
+"""Tokens in a block of a sparse layer's cache, unless the spec or its granularity has more."""
 
 
 def sparse_blocks(spec: LayerSpec) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class LayerSpec:
     longest sequence; a larger value is stored as that one.
 
     Attributes:
-        kind: what the layer computes.
+        kind: what the layer computes: an `AttentionKind`, or its value as text (`"mla"`).
         num_heads: query heads.
         num_kv_heads: of keys and values; default: `num_heads`.
         head_size: of queries and keys.
@@ -68,7 +68,7 @@ class LayerSpec:
         fp8_compute: over an e4m3 cache, kernels may round queries and the softmax's weights to e4m3
             too; `workload.tolerance.fp8_compute` is the tolerance.
         block_size: tokens of a block of the cache; None: the selection chooses.
-        role: where the layer is in its model.
+        role: where the layer is in its model: a `Role`, or its value as text (`"encoder"`).
         cached: whether keys and values outlive their step. None: a decoder's and cross-attention's do,
             an encoder's don't. Without a cache, each call passes all keys.
         kv_source: the index, in the model's list of specs, of the earlier layer whose cache this layer
@@ -86,7 +86,7 @@ class LayerSpec:
         dense_context: a whole prompt in one step sees all of its keys (TensorRT-LLM's dense context
             phase). The window and the sink tokens apply to rows that continue from a cache.
         needs_lse: whether calls return the LSE.
-        graph_capture: which steps the caller captures.
+        graph_capture: which steps the caller captures: a `GraphCapture`, or its name (`"uniform"`).
         length_bounds: steps are planned by upper bounds of the lengths (`Batch.on_buffers`), and
             kernels read the lengths on the device, so that a graph replays without a new plan. Query
             lengths are exact.
@@ -425,7 +425,7 @@ def _either(one: int, other: int) -> str:
 
 
 def _check_fields(spec: LayerSpec) -> None:
-    """Check each field of a layer by itself. Raises `SpecError`."""
+    """Check each field of a layer alone. Raises `SpecError`."""
     for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
         integer(name, getattr(spec, name), 1)
     for name, low, high in (

@@ -1,4 +1,4 @@
-"""How are queries and keys normed before they are rotated? `NormSpec` has all but the weights."""
+"""How are queries and keys normed before they are rotated? `NormSpec` has all except the weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How are keys and values written as bytes? `RowFormat`: two functions, by a name that specs carry.
 
-A row is one token's key, or value, of one KV head. What a format needs beside its numbers (scales, a
-norm) lies within the row, so that a row can be stored, shared, moved and read by itself.
+A row is one token's key, or value, of one KV head. Its scales or its norm lie within the row, so that a
+row can be stored, shared, moved and read alone.
 """
 
 from __future__ import annotations
@@ -136,9 +136,8 @@ def row_format(name: str) -> RowFormat:
     if name not in known:
         names = [*KV_CACHE_DTYPES, *sorted(known)]
         raise SpecError(
-            f"kv_cache_dtype={name!r} is unknown{nearest(name, names)}; it must be one of "
-            f"{', '.join(names)} (polyattn.register_row_format adds one), or two formats of rows, "
-            "'KEYS/VALUES'"
+            f"kv_cache_dtype={name!r} is unknown{nearest(name, names)} ('KEYS/VALUES' names two "
+            "formats of rows, and polyattn.register_row_format adds one)"
         )
     return known[name]
 

@@ -48,9 +48,9 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 
 
 def of_trace(path: str | Path) -> Lengths:
-    """Return lengths as a trace's requests have them while they are answered. Raises `TraceError`.
+    """Return the lengths that a trace's requests have during their decodes. Raises `TraceError`.
 
-    The mean that is asked for says nothing here: a trace's lengths are its own.
+    The requested mean has no effect: a trace has lengths of its own.
     """
     requests = read_trace(path)
 
@@ -77,7 +77,7 @@ def lengths_named(text: str) -> Lengths:
 
 
 def redrawn(rows: Sequence[tuple[int, int]], text: str, seed: int) -> list[tuple[int, int]]:
-    """Return (query, keys) of each row with its keys drawn anew; a row keeps its query.
+    """Return (query, keys) of each row with newly drawn keys; a row keeps its query.
 
     Prompts without context stay such, and are drawn apart from the rest, so that both keep their
     mean. Raises `SettingsError`, `TraceError`.

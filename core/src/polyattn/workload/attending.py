@@ -27,7 +27,7 @@ class AttendingWorkload(Workload):
 
     - `query`: what has a row for each new token, as have `by_token` attributes.
     - `by_key`: attributes with a row for each of a sequence's entries.
-    - `offset`: what all logits lie near.
+    - `offset`: the number that all logits lie near.
     """
 
     by_token: ClassVar[tuple[str, ...]] = ("query",)

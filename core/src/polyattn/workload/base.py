@@ -57,8 +57,8 @@ class Workload(ABC):
     def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
         """Return a step of some of this one's sequences, elsewhere in another cache.
 
-        What each gives depends neither on its place nor on its company, so it is known. `spoilt`: which
-        of the new step's sequences hold NaN or infinities.
+        A sequence's result depends neither on its place nor on the others, so it is known. `spoilt`:
+        which of the new step's sequences hold NaN or infinities.
         """
 
     @property
@@ -86,7 +86,7 @@ class Workload(ABC):
 
     @abstractmethod
     def check_memory(self) -> None:
-        """Assert that the cache, or the states, hold what they must after a run."""
+        """Assert that the cache, or the states, are right after a run."""
 
     @abstractmethod
     def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
@@ -129,7 +129,7 @@ class Workload(ABC):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def but(self, **changes: Any) -> Self:
-        """Return the same step with other attributes; what it must give follows from them."""
+        """Return the same step with other attributes, from which its right result follows."""
         other = copy.copy(self)
         for name in self.known:
             other.__dict__.pop(name, None)

@@ -45,12 +45,15 @@ def judge(
 
 
 def worst_row(batch: Batch, out: Tensor, expected: Tensor, limit: float) -> str:
-    """Say which (token, head) row of an output is off most, and how many are off at all."""
+    """Say which (token, head) row of an output is off most, and which are off at all."""
     errors = row_errors(out, expected)
     bad = ~(errors <= limit)
     token, head = divmod(int(errors.nan_to_num(torch.inf).argmax()), errors.shape[1])
+    tokens, heads = (set(places.tolist()) for places in bad.nonzero(as_tuple=True))
+    sequences = {bisect_right(batch.starts, place) - 1 for place in tokens}
     text = (
-        f"{int(bad.sum())} of {bad.numel()} rows (token, head), the worst head {head} of "
+        f"{int(bad.sum())} of {bad.numel()} rows (token, head): heads {_numbers(heads, bad.shape[1])}, "
+        f"sequences {_numbers(sequences, sum(map(bool, batch.query_lens)))}; the worst is head {head} of "
         f"{_token(batch, token)}"
     )
     if not bool(torch.isfinite(out[token, head]).all()):
@@ -77,6 +80,10 @@ def worst_lse(batch: Batch, lse: Tensor, expected: Tensor) -> str:
             "; all are log2(e) times what they must be: it is the logarithm of base 2, not natural"
         )
     return text
+
+
+def _numbers(chosen: set[int], count: int) -> str:
+    return "all" if len(chosen) == count else ", ".join(map(str, sorted(chosen)))
 
 
 def _token(batch: Batch, token: int) -> str:

@@ -203,7 +203,7 @@ def paged(
 ) -> Batch:
     """Like `Batch.from_lens`, with slot -1 for padding rows (one query token, length 0).
 
-    `known`: what else a `Batch` is told.
+    `known`: further arguments of `Batch`.
     """
     queries, lens = lens_of(lengths)
     real = [n if n or q != 1 else 1 for q, n in lengths]

@@ -34,8 +34,8 @@ the dtype."""
 SIGMAS = 6.0
 """How many root mean squares of a rounding a row may be off by: a step has 10^4 rows."""
 E4M3 = 2**-4 * math.sqrt(1 / (8 * math.log(2)))
-"""By how much of itself rounding to e4m3 moves a number, in the root mean square: 0.0265. Half a unit
-in its last place is 2^-4 of the power of two below it, an error is anything up to that (1/sqrt(3) of
+"""The relative error of rounding to e4m3, as a root mean square: 0.0265. Half a unit in the
+last place is 2^-4 of the power of two below a number. An error is anything up to that (1/sqrt(3) of
 it), and a mantissa m is as frequent as 1/m (the mean of 1/m^2 is 3/(8 ln 2))."""
 
 
@@ -59,8 +59,8 @@ def fp8_compute(spec: LayerSpec) -> Tolerance:
 
 
 ROUNDED = {"bfloat16": 1.66e-3, "float16": 2.07e-4, "float32": 2.5e-8}
-"""By how much of itself rounding to a dtype moves a number, in the root mean square, as `E4M3` is
-reckoned: half a unit in the last place of a power of two, times `sqrt(1 / (8 ln 2))`."""
+"""The relative error of rounding to a dtype, as a root mean square, computed like `E4M3`: half a unit
+in the last place of a power of two, times `sqrt(1 / (8 ln 2))`."""
 
 
 def of_rows(spec: LayerSpec) -> tuple[float, float]:

@@ -73,7 +73,7 @@ def _problem(selection: Selection, phase: str) -> str | None:
             return next((said(*each) for each in wrong), None)
     except PolyattnError as error:
         return str(error)
-    except (Exception, SystemExit) as error:  # whatever a vendor's library does isn't our end
+    except (Exception, SystemExit) as error:  # a vendor's library must not end the process
         return describe(error)
 
 

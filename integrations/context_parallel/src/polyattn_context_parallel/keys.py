@@ -1,9 +1,9 @@
 """The keys that a rank attends to: its own, all of them collected in order, or an anchor and its own.
 
-A decode's rows attend to what the rank holds, and states merge. Where a key's part depends on nothing
-but the key, the rank's blocks are a cache like any other. Where it depends on the key's place, a backend
-must not take the rank's keys for neighbours. The keys that a window leaves are therefore copied together.
-Under ALiBi each block is a row of its own. One number corrects its distances, and it moves the row's LSE.
+A decode's rows attend to what the rank holds, and states merge. If a key's weight depends only on the
+key, the rank's blocks are a cache like any other. If it depends on the key's place, a backend must not
+treat the rank's keys as neighbours. The keys that a window shows are therefore copied together. Under
+ALiBi each block is a row of its own. Its distances are off by one number, which moves the row's LSE.
 
 Longer rows attend to everything in order. Each rank's blocks and the step's keys come together in a cache
 that lasts for the call. The ordinary plan of the rank's own queries runs over it. (Llama 3, arXiv
@@ -179,7 +179,7 @@ def anchored(room: Room, context: ContextParallel, batch: Batch, anchors: list[i
 def held(group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec) -> Op:
     """Plan rows of one token over this rank's keys; `batch` speaks of all ranks' keys.
 
-    A row gets output 0 and LSE -inf if the rank has none of its keys. `group` serves `spec` without
+    If the rank has no key of a row, the row gets output 0 and LSE -inf. `group`: of `spec` without
     learned sinks, windows and chunks.
     """
     if masked(spec):

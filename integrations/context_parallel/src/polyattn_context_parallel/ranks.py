@@ -26,7 +26,7 @@ NOTE_BYTES = 480
 
 
 WATCH = 1.25
-"""How much longer than the timeout a collective may take that nobody waits for on the host."""
+"""A collective that the host doesn't wait for may take this many times the timeout."""
 
 LETTING_GO = 0.05
 """Seconds that an ending process leaves to gloo's threads. They let go of a collective's tensors after it
@@ -58,12 +58,12 @@ class ContextParallel:
     - `mesh`: one-dimensional, as `mesh["context"]` of a larger one is; along its other dimensions
       ranks are independent, as those of tensor parallelism are.
     - `timeout`: seconds after which a rank that doesn't answer is an error on all others.
-    - `checks`: compare notes at each plan, so that ranks which disagree on a step raise before it
-      runs. Costs one small all-gather a step, which waits for the device.
+    - `checks`: compare the step at each plan, so that ranks that disagree raise before it runs. That is
+      one small all-gather a step, which waits for the device.
 
-    Every rank of the mesh builds one at the same time. After an error between or within collectives
-    no rank knows how far the others are, so the object refuses all further calls. Raises `SpecError`,
-    `ParallelError`.
+    Every rank of the mesh builds one at the same time. After an error between or within collectives, a
+    rank doesn't know how far the others are. So this object then refuses every call. Raises
+    `SpecError`, `ParallelError`.
     """
 
     def __init__(self, mesh: DeviceMesh, *, timeout: float = 60.0, checks: bool = True):

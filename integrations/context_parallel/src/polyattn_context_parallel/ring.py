@@ -1,9 +1,9 @@
 """Ring attention for whole prompts: each rank keeps its queries, and keys go from rank to rank.
 
 Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889) over zigzag pieces. At each turn a rank attends to
-the keys that it received, while the next ones are in transfer, and merges the state. A turn takes one
-piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. So every rank
-does half of the full product at every turn. The rank whose block a key falls into stores it.
+the keys that it was passed while the next ones are under way, and merges the state. A turn takes one
+piece of keys and both of the rank's own pieces, or both pieces of keys and its second one. So every
+rank computes half of the pairs at every turn. The rank whose block a key falls into stores it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turn:
 
 
 class Ring(Op):
-    """Attends whole prompts. Every rank has its own pieces of them."""
+    """Whole prompts; every rank has its own pieces of them."""
 
     def __init__(
         self, kernels: RingKernels, context: ContextParallel, blocks: Blocks, batch: Batch

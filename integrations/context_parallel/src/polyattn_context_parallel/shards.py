@@ -69,7 +69,7 @@ class Zigzag:
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
         """Return a rank's pieces as (sequence, first, last + 1), in the order of its tokens.
 
-        Two for each sequence, either of which may be empty.
+        Two for each sequence; either may be empty.
         """
         count = 2 * self.size
         return [
@@ -129,7 +129,7 @@ class Shares:
         self.places = torch.from_numpy(zigzag.places()).to(batch.device)
 
     def all_tokens(self, own: Tensor) -> Tensor:
-        """Return all ranks' rows of the step from each rank's own."""
+        """Gather the step's rows from all ranks."""
         return self.context.gathered(self._padded(own)).flatten(0, 1)[self.places]
 
     def own_heads(self, whole: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Shares:
         return whole[:, heads].contiguous()
 
     def all_heads(self, own: Tensor) -> Tensor:
-        """Return all ranks' heads of a tensor from each rank's own."""
+        """Gather a tensor's heads from all ranks."""
         return self.context.gathered(own).transpose(0, 1).flatten(1, 2)
 
     def to_heads(self, own: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def token_counts(name: str, indptr: Tensor | Sequence[int]) -> list[int]:
 def block_table(
     offsets: Sequence[int], counts: Sequence[int], indices: Tensor, device: torch.device
 ) -> Tensor:
-    """Return pages as int32 (num_seqs, columns), of which each row has its `counts`.
+    """Return pages as int32 (num_seqs, columns); row i has `counts[i]` of them.
 
     `offsets` are those of the pages' `indptr`. Raises `PolyattnError` where `indices` end before them.
     """

@@ -254,7 +254,7 @@ GEMMA4_ROPE = _by_type(
 
 
 def gemma4(cfg: Config) -> Stack:
-    """Gemma 4: global layers have larger heads, of which a quarter turns, and may have V = K."""
+    """Gemma 4: global layers have larger heads, rotate a quarter of each, and may have V = K."""
     cfg.only("use_bidirectional_attention", "vision")
     count = cfg.need("num_hidden_layers")
     types = cfg.items("layer_types", str, count) or every(6)(cfg, count)

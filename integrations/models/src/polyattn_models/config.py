@@ -28,7 +28,7 @@ RENAMED = {"lfm2-vl": "lfm2_vl"}
 class Config:
     """The fields of a model or of one of its towers; a missing one has its class's default.
 
-    `read` collects the fields that were asked for: what is left over must be known as harmless.
+    `read` collects the fields that the reader reads. The other ones must be harmless.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, model_type: str = ""):

@@ -1,6 +1,6 @@
-"""Is every field of a config understood? One that somebody reads, and the reader doesn't, is refused.
+"""Does the reader understand every field of a config? It refuses one that only other code reads.
 
-`config_classes.json` says which code reads which field: it is generated from the sources of transformers.
+`config_classes.json` lists which code reads which field. It is generated from transformers' sources.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def check_fields(
     cfg: Config, assumed: bool, ignore: Collection[str] = (), strict: bool = True
 ) -> None:
-    """Refuse, or where not `strict` warn of, what somebody reads and the reader didn't."""
+    """Refuse the fields that other code reads and the reader didn't; warn of them if not `strict`."""
     unread = {name: cfg.values[name] for name in _unread(cfg, assumed) if name not in ignore}
     if unread:
         kind = cfg.model_type or "this model"
@@ -59,10 +59,10 @@ def check_fields(
 
 
 def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
-    """Yield the fields that the reader didn't read, and somebody does."""
+    """Yield the fields that other code reads and the reader didn't."""
     published = PUBLISHED.get(cfg.model_type, {})
     reads = {**BY_OTHERS, **shared_reads(), **cfg.cls.reads}
-    foreign = assumed or not has_class(cfg.model_type)  # code that nobody here has seen
+    foreign = assumed or not has_class(cfg.model_type)  # code that isn't known here
     for name, value in cfg.values.items():
         if name in cfg.read or value is None:
             continue

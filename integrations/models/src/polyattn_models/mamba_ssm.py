@@ -1,9 +1,9 @@
 """What does a config of the mamba_ssm library say? The same under Hugging Face's names.
 
-The Mamba checkpoints of state-spaces are published so: no `model_type`, a layer's sizes in `ssm_cfg`
-with the defaults of its class (`mamba_ssm/modules/mamba_simple.py`, `mamba2.py`). Translated as
-transformers' `convert_mamba2_ssm_checkpoint_to_pytorch.py` does it, but for what that leaves out of
-`ssm_cfg`.
+The Mamba checkpoints of state-spaces have no `model_type`, and a layer's sizes in `ssm_cfg`
+with the defaults of its class (`mamba_ssm/modules/mamba_simple.py`, `mamba2.py`). They are translated
+like transformers' `convert_mamba2_ssm_checkpoint_to_pytorch.py` does, with the fields of `ssm_cfg` that
+it leaves out.
 """
 
 from __future__ import annotations

@@ -102,10 +102,10 @@ def _schemes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def weights_quantized(config: Config) -> bool:
-    """Return whether a checkpoint's scheme is of more than cached keys and values, as far as it says.
+    """Return whether a checkpoint's scheme covers more than cached keys and values, as far as it says.
 
-    compressed-tensors lists other tensors in `config_groups`, ModelOpt names their `quant_algo`; of
-    another method it is said by the method itself.
+    compressed-tensors lists other tensors in `config_groups`, ModelOpt names their `quant_algo`; the
+    name of any other method says it.
     """
     for place in WHERE:
         value = config.values.get(place)

@@ -132,7 +132,7 @@ KNOWN |= {
 
 
 def _check_known(module: nn.Module, unknown: tuple[str, ...], kwargs: dict[str, Any]) -> None:
-    """Raise for an argument that nothing here reads: the model may expect its own kernel to read it."""
+    """Raise for an unread argument: the model may expect a kernel of its own to read it."""
     for name in unknown:
         if kwargs[name] is not None:
             raise PolyattnError(

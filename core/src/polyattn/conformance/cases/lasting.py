@@ -11,13 +11,11 @@ from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
 COPIES = frozenset({"tpu"})
-"""Platforms whose backends have copies of caches: a cache of gigabytes would be one of each step's."""
+"""Platforms whose backends have copies of caches: each step would copy a cache of gigabytes."""
 
 
 def derive(caps: Capabilities, base: LayerSpec, batch: str, device: Device) -> Iterator[Case]:
-    """Yield the cases of a backend's plainest layer; `batch`: rows of which a backend gets
-    views.
-    """
+    """Yield the cases of a backend's plainest layer; `batch`: rows that a backend gets as views."""
     with_lse = base.replace(needs_lse="lse" in caps.features)
     with_lse = with_lse if served_phases(caps, with_lse, device) else base
     for check in ("strided_out", "strided_heads", "process"):

@@ -98,7 +98,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "both ways, cap, ALiBi, sinks": BOTH_WAYS | CAP | SLOPES | SINKS,
     "right, cap, sinks": BOTH_WAYS | CAP | SINKS | {"sliding_window": 21, "window_right": 9},
 }
-"""Features together: each is right by itself, and every pair."""
+"""Features together. Other cases prove each one alone, and every pair."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "head_size": (16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 192, 256),
@@ -126,7 +126,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "query": (2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1025),
     "length": (2, 7, 16, 17, 33, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 1025, 2049, 4099),
 }  # fmt: skip
-"""Values of which every pair is met in some layer and step, as far as they are claimed.
+"""Values. Each pair of claimed values occurs in some layer and step.
 
 `group`: query heads of a KV head; `lie`: how tensors lie; `mode`: of torch's gradients; `sequences`: of
 the step; `context`: of its sequences of one query; `query` and `length`: of the others.
@@ -158,9 +158,9 @@ FURTHER: dict[str, tuple[tuple[dict[str, Any], Lengths | str], ...]] = {
         ({"sliding_window": 40, "sink_tokens": 1 << 20}, FEW_KEYS),
     ),
 }
-"""Of a step of the plainest layer: which other layers are looked at in its case, and in which step.
+"""For each step of the plainest layer, the other layers that its case checks, and their steps.
 
-Each feature by itself over a long context, larger blocks, and what is longer than every text.
+They have each feature alone over a long context, larger blocks, and windows longer than any text.
 """
 
 

@@ -116,7 +116,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 def _with_drafts(
     kind: AttentionKind, dtype: str, exact: str, caps: Capabilities, device: Device
 ) -> Iterator[Case]:
-    """What a convolution's state with room for drafts is looked at for."""
+    """Yield the cases of a convolution's state with room for drafts."""
     for label, spec in specs(kind, dtype):
         form = spec.recurrent
         if form is None or not form.draft_tokens:

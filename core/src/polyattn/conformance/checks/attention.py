@@ -73,7 +73,7 @@ def skipped(case: Case, harness: Harness) -> None:
 
 
 def stale(case: Case, harness: Harness) -> None:
-    """Entries of a block table past a sequence's length are never read, whatever they say."""
+    """No backend reads entries of a block table past a sequence's length."""
     layer = harness.layer(case.spec)
     inputs = harness.step(layer, case.batch)
     before = inputs.check().clone()
@@ -225,7 +225,7 @@ def rescaled(case: Case, harness: Harness) -> None:
     plan = layer.plan(inputs.batch)
     for factor in (1.0, 1.75, 0.5):
         for name in sorted(used_scales(case.spec)):  # what scales nothing stays 1
-            layer.scales.tensors[name].weight.given.mul_(factor)
+            layer.scales.tensors[name].weight.tensor.mul_(factor)
         inputs.but().check(f"scales times {factor}: ", plan)
 
 
@@ -271,7 +271,7 @@ def deterministic(case: Case, harness: Harness) -> None:
 
 
 def addressed(case: Case, harness: Harness) -> None:
-    """Short steps run by their tensors' addresses, whatever shapes those have."""
+    """Short steps run by their tensors' addresses, in every shape."""
     layer = harness.layer(case.spec)
     work = harness.step(layer, case.batch)
     step = layer.group.plan(work.batch)

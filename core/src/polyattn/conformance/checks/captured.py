@@ -98,10 +98,10 @@ def mixed_graph(case: Case, harness: Harness) -> None:
 
 
 def graph(case: Case, harness: Harness) -> None:
-    """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
+    """A captured step, planned again with other lengths and block tables, equals eager bit for bit.
 
-    So it does after a larger batch was captured too, for which a backend may have grown its
-    workspace: the first graph must not write to memory that has another owner by now.
+    It still does after the capture of a larger batch. The backend may have grown its workspace for
+    that, and the first graph must not write to memory that has a new owner.
     """
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
@@ -174,7 +174,7 @@ def refills(
 
 
 def bounds(case: Case, harness: Harness) -> None:
-    """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
+    """A plan by bounds serves all lengths on the device, padding rows included."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the plan's lengths are bounds
     form = layer.group.cache_format

@@ -75,7 +75,7 @@ def forest_graph(case: Case, harness: Harness) -> None:
 def _step(layer: Attention, name: str, harness: Harness) -> tuple[AttentionWorkload, Levels]:
     """Return the step of a forest's rows, whose tables and keys agree where they share.
 
-    Of "appends" a row has up to four new tokens, of its own ones.
+    With "appends", a row has up to four new tokens of its own.
     """
     form = layer.group.cache_format
     assert form is not None

@@ -1,4 +1,4 @@
-"""What is looked at of an indexer?"""
+"""What must an indexer do?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def index(case: Case, harness: IndexHarness) -> None:
 
 
 def index_ranked(case: Case, harness: IndexHarness) -> None:
-    """Any numbers: no candidate that was left out has a score that is better, but for rounding."""
+    """Any numbers: no other candidate has a better score than the chosen ones, except by rounding."""
     backend = harness.index(case.spec)
     step = harness.step(case.spec, case.batch)
     backend.run(backend.plan(step.batch), step.frame)

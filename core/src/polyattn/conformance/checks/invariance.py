@@ -62,7 +62,7 @@ def regrouped(case: Case, harness: Harness) -> None:
         result = some.run()
         its_lse, its_states = _kept(some)
         real = [place for place, request in enumerate(requests) if lens[request]]
-        # A padding row's output some families leave as it is.
+        # Some families don't write a padding row's output.
         asked = [requests[place] for place in real]
         counts = [queries[request] for request in requests]
         mine = picked_rows(counts, real, result.device)
@@ -97,7 +97,7 @@ def copied_lse(step: Any) -> Tensor | None:
 
 
 def planned_alike(case: Case, harness: Harness) -> None:
-    """A step has the same bits eagerly and by a captured plan, whatever was planned into that before."""
+    """A step has the same bits eagerly and by a captured plan that had other steps before."""
     layer = harness.layer(case.spec)
     eager = _as_eager(layer, harness.group(case.spec.replace(graph_capture="none")))
     if case.spec.kind.is_recurrent:

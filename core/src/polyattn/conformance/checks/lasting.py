@@ -36,15 +36,15 @@ PATIENCE = 2
 FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
 COLUMNS = (1, 64)
-"""Of tables of just so many: one block is all that each sequence has, and a power of two."""
+"""Columns of block tables: one block for each sequence, and a power of two."""
 LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
-"""Steps of which each has other lengths than all before; how many there are at least, of which one has so
-many rows."""
+"""Steps, each with lengths that none before it had; the least number of them; the rows of one of
+them."""
 ROUNDS = 96
 OF_LARGE = 4
-"""Of so many of these steps one is large: code may be another beyond some size."""
+"""One in so many of these steps is large: large steps may take other code."""
 LEAKED = 24 << 20
-"""Bytes that a process may grow by in so many steps: what allocators keep."""
+"""Bytes by which a process may grow in these steps, because allocators keep memory."""
 
 
 def strided_out(case: Case, harness: Harness) -> None:
@@ -181,14 +181,14 @@ def _rewind(step: Workload, states: Tensor | None) -> None:
 
 
 def reassigned(case: Case, harness: Harness) -> None:
-    """A scale that is assigned anew counts for the next step, under one plan, too."""
+    """A new scale counts from the next step on, also under the same plan."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
     step.check("", step.plan)
     for factor in (1.75, 0.5):
         for name in sorted(used_scales(case.spec)):
             tensor = layer.scales.tensors.get(name)
-            old = getattr(layer, name) if tensor is None else tensor.weight.given
+            old = getattr(layer, name) if tensor is None else tensor.weight.tensor
             setattr(layer, name, old * factor)
         step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
@@ -200,11 +200,11 @@ def loaded_later(case: Case, harness: Harness) -> None:
     step.check("", step.plan)
     for weight in (layer.sinks, layer.alibi_slopes):
         if weight is not None:
-            weight.given.copy_(weight.given.flip(0) * 0.5 + 0.75)
+            weight.tensor.copy_(weight.tensor.flip(0) * 0.5 + 0.75)
     step.but().check("parameters loaded later: ", step.plan)
     for weight in (layer.sinks, layer.alibi_slopes):
         if weight is not None:
-            weight.given = weight.given.flip(0) + 0.25
+            weight.tensor = weight.tensor.flip(0) + 0.25
     step.but().check("parameters replaced: ", step.plan)
 
 

@@ -44,7 +44,7 @@ def latent_plans(case: Case, harness: Harness) -> None:
 
 
 def latent_stale(case: Case, harness: Harness) -> None:
-    """Entries of a block table past a sequence's length are never read, whatever they say."""
+    """No backend reads entries of a block table past a sequence's length."""
     layer = harness.layer(case.spec)
     inputs = harness.step(layer, case.batch)
     before = inputs.check().clone()
@@ -90,7 +90,7 @@ def latent_isolation(case: Case, harness: Harness) -> None:
 
 
 def latent_graph(case: Case, harness: Harness) -> None:
-    """A captured decode, planned anew with other lengths and tables, equals eager bit for bit."""
+    """A captured decode, planned again with other lengths and tables, equals eager bit for bit."""
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
     assert form is not None

@@ -23,9 +23,9 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.workload.steps import Lengths
 
 LEAST_LAYERS = 16
-"""Layers of the grid of masks that are looked at, however long they take."""
+"""The least number of layers that the grid of masks checks, without a limit of time."""
 LEAST_PAIRS, PATIENCE = 10, 6
-"""Of pairs: layers that are looked at at least; budgets that they all may take together."""
+"""For pairs: the least number of layers to check, and the budgets that all of them may take."""
 MOST_NUMBERS = (1 << 18, 1 << 20, 1 << 22)
 """Most numbers of a step's keys, half of those of its scores and its cache: small steps come first."""
 ROWS = {"decodes": (("context",), 4), "prompts": (("query", "length"), 3)}
@@ -44,12 +44,12 @@ GRID: dict[str, tuple[Any, ...]] = {
     "alibi": (False, True),
 }
 HEADS = ((4, 2), (8, 1), (2, 2), (24, 8), (17, 1))
-"""Heads and KV heads, of which each layer of the grid draws: tiles of queries differ by their ratio."""
+"""Heads and KV heads; each layer of the grid draws a pair. Tiles of queries depend on the ratio."""
 GRID_LENGTHS = {
     True: [(100, 100), (21, 176), (1, 260), (1, 3), (140, 270)],
     False: [(100, 100), (130, 130), (21, 176), (6, 1), (30, 5), (3, 9), (270, 270)],
 }
-"""Steps over a cache, and over keys that are given: there queries may outnumber keys."""
+"""Steps over a cache, and over whole keys, where queries may outnumber keys."""
 
 
 def published(case: Case, harness: Harness) -> None:
@@ -69,7 +69,7 @@ def published(case: Case, harness: Harness) -> None:
 
 
 def _further(case: Case, harness: Harness) -> Iterator[tuple[LayerSpec, Lengths | str]]:
-    """Yield the other layers of a case of the plainest layer's, as far as they are served."""
+    """Yield the other layers of a plainest layer's case that the backend serves."""
     caps = harness.info.capabilities
     for fields, step in FURTHER.get(case.batch, ()):
         spec = _layer_of(case.spec, fields)
@@ -134,7 +134,7 @@ def pairs(case: Case, harness: Harness) -> None:
         answer = served[layer]
         return bool(answer) if whole else answer is not False
 
-    # First each value, as it is chosen, is served beside the usual ones; then all are, together.
+    # Serve each chosen value beside the usual ones first, then all of them together.
     for most, early in product(MOST_NUMBERS, (True, False)):
         small = partial(allows, most=most, early=early)
         for choice in covering.draw(small, any_value=most == MOST_NUMBERS[0]):
@@ -235,7 +235,7 @@ def by_heads(tensor: Tensor) -> Tensor:
 
 
 def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
-    """Return the values of which a backend may serve a layer."""
+    """Return the values that a backend claims."""
     values = dict(VALUES)
     for name, sizes in (
         ("head_size", caps.head_sizes),

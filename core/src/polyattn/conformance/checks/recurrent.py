@@ -92,7 +92,7 @@ def state_isolation(case: Case, harness: Harness) -> None:
 
 
 def state_targets(case: Case, harness: Harness) -> None:
-    """States end where the step says: a sequence's, or each token's, of which any can be gone on from."""
+    """States end where the step says, for each sequence or each token; any of them can continue."""
     layer, how = harness.layer(case.spec), case.label.split()[-1]
     if how == "sequences":
         harness.step(layer, case.batch, targets="sequences").check()
@@ -118,7 +118,7 @@ def state_targets(case: Case, harness: Harness) -> None:
 
 
 def rejected_drafts(case: Case, harness: Harness) -> None:
-    """Sequences take drafts and go on after those that were accepted, as if no others had come."""
+    """After drafts, a sequence continues from the accepted ones, as if there had been no others."""
     layer, form = harness.layer(case.spec), case.spec.recurrent
     assert form is not None
     plain = case.spec.replace(recurrent=replace(form, draft_tokens=0))

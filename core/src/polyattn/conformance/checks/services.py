@@ -15,7 +15,7 @@ from polyattn.workload.compare import lse_error, row_errors
 from polyattn.workload.pages import unchanged
 
 STATES = 1e-5
-"""How far a merged state may be off: totals are float32, whatever the parts are."""
+"""How far a merged state may be off. Totals are float32, for parts of any dtype."""
 
 
 def store(case: Case, harness: StoreHarness) -> None:

@@ -1,4 +1,4 @@
-"""Runs an indexer by itself: steps over a poisoned cache of index keys."""
+"""Runs an indexer alone, in steps over a poisoned cache of index keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec
 
 PAGES = {"narrow": 64}
-"""Entries of a page where they aren't 16: of DeepGEMM's pages on Hopper."""
+"""Entries of a page that doesn't have 16: DeepGEMM's pages on Hopper."""
 
 
 class IndexHarness(Harness):
@@ -25,9 +25,9 @@ class IndexHarness(Harness):
         return self.group(spec.replace(batch_invariant=False)).backend("index", IndexBackend, spec)
 
     def step(self, spec: LayerSpec, name: str, **how: Any) -> IndexWorkload:  # type: ignore[override]
-        """Return the step of a name, of a layer; `how`: what else an `IndexWorkload` is told.
+        """Return a layer's step of this name; `how`: further arguments of `IndexWorkload`.
 
-        "narrow": queries are e4m3 where the backend multiplies such.
+        "narrow": queries are e4m3 if the backend multiplies e4m3.
         """
         assert spec.indexer is not None
         more, block = 37 * (name == "bounds"), PAGES.get(name, 16)

@@ -74,7 +74,7 @@ class RotationHarness(StoreHarness):
         return RotatedTokens(new, positions, base.slots, rotation, base.cache, base.params)
 
     def _norms(self, spec: LayerSpec, dtype: torch.dtype) -> Norms | None:
-        """Return weights of which some make elements that 8 bits don't hold."""
+        """Return weights. Some of them make elements that overflow 8 bits."""
         norm = spec.qk_norm
         if norm is None:
             return None
@@ -152,7 +152,7 @@ class RotationHarness(StoreHarness):
     def near(
         self, name: str, result: Tensor, exact: Tensor, dtype: torch.dtype, scale: Scale
     ) -> None:
-        """Assert that numbers are as near to what is exact as their dtype allows, but for own errors."""
+        """Assert that numbers differ from the exact ones by rounding and the kernel's own error."""
         assert result.shape == exact.shape and result.dtype == dtype, f"{name} is {result.dtype}"
         if not exact.numel():
             return

@@ -1,4 +1,4 @@
-"""Runs a store or a merge by itself."""
+"""Runs a store or a merge alone."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class StoreHarness(Harness):
         self.compare(new, held, label)
 
     def compare(self, new: NewTokens, held: KVCache, label: str = "") -> None:
-        """Assert that `new.cache` holds what it must, bit for bit, or rounded to what is as near."""
+        """Assert that `new.cache` has the right values, or equally near ones after rounding."""
         scales = (new.params.k_scale, new.params.v_scale)
         for name, fresh, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
             stored, wanted = getattr(new.cache, name), getattr(held, name)

@@ -36,7 +36,7 @@ def in_heads(
 
 
 def keys_in_heads(spec: LayerSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, of which each may come in rows, by head. Raises `BatchError`."""
+    """Return keys and values by head; each may come in rows. Raises `BatchError`."""
     (_, of_key, of_value), heads = widths(spec), spec.num_kv_heads
     return _heads("key", key, heads, of_key), _heads("value", value, heads, of_value)
 

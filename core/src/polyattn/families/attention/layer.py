@@ -50,7 +50,7 @@ class Attention(Layer):
 
     The layer references tensors and doesn't copy them: what is loaded into one afterwards counts, also
     for a layer that was made on the meta device. After a parameter was replaced, assign the new one:
-    `layer.sinks.given = parameter`.
+    `layer.sinks.tensor = parameter`.
 
     Args:
         group: the group, or the selection or the spec to make one.
@@ -134,7 +134,7 @@ class Attention(Layer):
         self._reads = bool(self._weights or self.inputs or self.scales.tensors)
         # Whether a captured graph would keep a scale that is replaced later.
         self._seals = bool(spec.graph_capture and used_scales(spec))
-        # Not None, so that the first call looks at what it was given.
+        # Not None, so that the first call checks its cache.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
 

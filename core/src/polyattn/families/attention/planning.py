@@ -59,12 +59,12 @@ class Chooser:
 
     A candidate that is still being built competes once it is ready, for plans that are made after that.
 
-    Without measured times that is the selection's pair. With them every candidate competes that has
-    a model for the kind of step; what no model speaks of stays with the pair.
+    Without measured times that is the selection's pair. With them, every candidate competes that has a
+    model for the kind of step. Other steps stay with the pair.
     """
 
     def __init__(self, group: LayerGroup, phases: Sequence[str] = ("prefill", "decode")):
-        """Load what competes for these phases; the others' parts are somebody else's."""
+        """Load the candidates of these phases; another planner serves the other phases."""
         selection = group.selection
         # Planned by bounds, decodes are a call of their own, and lengths predict no time.
         self.bounded = group.spec.length_bounds
@@ -127,7 +127,7 @@ class Chooser:
     def assign(self, batch: Batch, captured: bool = False) -> list[Assignment]:
         """Return which backend runs which part of a step over a cache.
 
-        The decodes of a `captured` step are the capture's backend's, whichever is told here.
+        A `captured` step's decodes stay with the capture's backend, whatever the assignment says.
         """
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:

@@ -58,11 +58,11 @@ def rotated_here(spec: LayerSpec, rotate: bool) -> bool:
 
 
 def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) -> Rotation | None:
-    """Return how a batch's tokens are rotated, None where nothing is before attention, or isn't known.
+    """Return how a batch's tokens rotate; None if nothing rotates before attention, or none is known.
 
     Dynamic NTK and LongRoPE go by each sequence's own length, so that no request's result depends on
-    another. With `length_bounds` the host knows neither it nor positions that aren't given: a layer that
-    rotates is refused by `Store`. `reuse`: the rotation that a captured graph reads, into whose tensors
+    another. With `length_bounds` the host knows neither lengths nor missing positions, so `Store`
+    refuses a layer that rotates. `reuse`: the rotation that a captured graph reads, into whose tensors
     it goes. Raises `BatchError`.
     """
     rope = spec.rope

@@ -1,7 +1,8 @@
-"""How are blocks that sequences share read once? Looks for them, and chooses a way.
+"""How does a step read shared blocks once? This module finds them, and chooses a way.
 
-The ways are each row by itself; the launch of a backend that takes a batch's `shared_prefix`; or calls
-and merges (`prefix`), which any backend with an LSE serves. Only a way with a predicted gain is used.
+There are three ways: each row alone; one launch of a backend that takes a batch's `shared_prefix`; or
+calls and merges (`prefix`), which any backend with an LSE serves. A step shares only if that is
+predicted to gain.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ more. On an H200, over 4,096 shared tokens, 8 rows lose and 16 gain. Their saved
 at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
 LAUNCH_US = {"cpu": 0.0}
 ACCELERATOR_LAUNCH_US = 12.0
-"""What reading shared keys in a backend's own launch costs beside reading each row by itself. There 4
-rows lose and 8 gain; their saved bytes take 10 and 24 us."""
+"""The extra cost of reading shared keys in a backend's own launch, beside reading each row alone.
+4 rows lose there and 8 gain; their saved bytes take 10 and 24 us."""
 READ_BACK_US = {"cuda": 1000.0}
 """What reading a block table back from the device costs, in us. A layer must be able to save more.
 The host waits for what the device still runs. The device then idles while the host plans. That takes 962
@@ -44,8 +45,8 @@ WAITING_RAISES = 2
 LONGEST_REST = 64
 """Steps for which no table is read back, at most, after tables in which too little was shared."""
 ATTAINED = 0.4
-"""Of a device's stated products, what absorbed decodes reach: 404 of an H200's 989 TFLOP/s (TRITON_MLA,
-64 x 4,096). A latent that is read once is still multiplied by each row's heads."""
+"""The part of a device's nominal products that absorbed decodes reach: 404 of an H200's 989 TFLOP/s
+(TRITON_MLA, 64 x 4,096). A latent that is read once is still multiplied by each row's heads."""
 CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 
@@ -111,7 +112,7 @@ class Sharing:
             reason = "length_bounds: bounds of lengths don't tell which blocks the rows share"
         if reason or not spec.cached:
             return cls(group, None, None, reason or "no layer with cached=False decodes")
-        # A launch of the backend's own was faster than calls wherever both were measured.
+        # A backend's own launch was faster than calls in every measurement of both.
         apart = native is None and not spec.graph_capture
         calls = PrefixDecode.of(group) if apart else None
         if native is None and calls is None:
@@ -149,7 +150,7 @@ class Sharing:
         return True
 
     def learn(self, shared: bool) -> None:
-        """Rest after a table that was read back in vain; look at the next one after one that wasn't."""
+        """Skip some tables after one that shared nothing; look at the next one after one that did."""
         self.rest, self.rested = 0 if shared else min(self.rest * 2 or 1, LONGEST_REST), 0
 
     def _most(self, step: Batch) -> int:
@@ -161,10 +162,10 @@ class Sharing:
         return int(blocks.sum() - blocks.max(initial=0)) * self.block_bytes
 
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
-        """Return a call for a batch of decodes; None where nothing is shared, not enough, or by nobody.
+        """Return a call for a batch of decodes; None if too little is shared, or no backend can.
 
-        `earlier`: the captured call, whose way is kept. The capture says with a `shared_prefix`, be it
-        empty, that steps may share.
+        `earlier`: the captured call; this one keeps its way. A capture with a `shared_prefix`, even an
+        empty one, allows steps to share.
         """
         form = self.group.cache_format
         if self.reason or not (batch.all_decode or self.appends):

@@ -29,7 +29,7 @@ LOGARITHM = "0x1.c71c72p-3 0x1.24924ap-2 0x1.99999ap-2 0x1.555556p-1"
 SQRT_HALF = 0x3F3504F3
 """The bits of the root of 1/2."""
 QUERIES = 128
-"""How many are computed at once, whatever their bits: memory bounds them."""
+"""Queries that are computed at once. The number bounds memory and changes no bit."""
 
 State = tuple[Tensor, Tensor, Tensor]
 """Of rows: the maximum, the sum of weights, and the sums of weighted values."""

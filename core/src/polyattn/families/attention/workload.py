@@ -1,4 +1,4 @@
-"""One step of attention: paged or with keys that are given whole, and what it must give."""
+"""One step of attention, paged or over whole keys, and its right result."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from polyattn.spec.layer import LayerSpec
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 APART = 4
-"""Requests whose contexts share that bound under `batch_invariant`, whatever the step has."""
+"""Requests whose contexts share that bound under `batch_invariant`, in every step."""
 
 
 class ChosenRows(Op):
@@ -186,7 +186,7 @@ class Planner(StepPlanner):
         if self.chooser is None:  # chosen rows lie in no blocks
             backend = self.over_chosen[phase]
             return planned_call(None, phase, self.names[phase], backend, part, earlier)
-        if earlier is not None:  # what a graph has captured goes on running
+        if earlier is not None:  # a captured call keeps running
             return planned_call(
                 self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
             )

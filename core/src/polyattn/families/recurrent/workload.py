@@ -37,7 +37,7 @@ class RecurrentWorkload(Workload):
     """One step of a recurrent layer.
 
     - `tokens`: the inputs, in the form's order.
-    - `states`: the cache, NaN but for the states of sequences that go on; `used`: the slots that the
+    - `states`: the cache: states of sequences that continue, NaN elsewhere; `used`: the slots that the
       step writes.
     """
 

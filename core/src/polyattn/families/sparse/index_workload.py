@@ -22,10 +22,10 @@ from polyattn.workload.pages import bits
 from polyattn.workload.steps import USUAL, Lengths, lens_of
 
 WHOLE, NEAR = "whole", "near"
-"""How a step's numbers are drawn: whole ones tie, and every sum of them is exact; or all keys are the
-same but for a few last bits, so that rounding decides."""
+"""How a step's numbers are drawn. Whole numbers tie, and their sums are exact. Near ones: all keys
+agree except in a few last bits, so that rounding decides."""
 FAR = 10**6
-"""Stands in a block table behind a length: nobody reads it."""
+"""Fills a block table behind a length; no kernel may read it."""
 DRAWN = 1 << 20
 """Index keys that are stored at a time where a whole cache is filled."""
 
@@ -138,7 +138,7 @@ class IndexWorkload:
         return frame.out
 
     def error(self, token: int) -> float:
-        """Return 0 where the token's ids are the definition's but for rounding, else infinity."""
+        """Return 0 if the token's ids are the definition's, up to rounding, else infinity."""
         length = self.lengths[0][1] - self.lengths[0][0] + token
         for at, scores in enumerate(reference.scored(self.spec, self.batch, self.frame, token)):
             chosen = [each for each in self.frame.out[token, at].tolist() if each >= 0]

@@ -44,7 +44,7 @@ def attend(
     """Attend with one token's heads that share a choice (heads, head_size) to keys and values.
 
     `keys`, `values` (heads, count, size). Returns the output (heads, v_head_size) and the LSE (heads,).
-    A head's sink is part of its LSE; without keys the output is 0 and the LSE -inf, whatever the sink.
+    A head's sink is part of its LSE; without keys the output is 0 and the LSE -inf, also with a sink.
     """
     heads = len(query)
     if not keys.shape[1]:
@@ -167,7 +167,7 @@ BAND = 1e-4
 def ranking_problem(
     scores: dict[int, float], chosen: Sequence[int], wanted: Sequence[int]
 ) -> str | None:
-    """Return what is wrong with a token's ids beside the wanted ones; None if rounding explains it.
+    """Return how a token's ids differ wrongly from the expected ones; None if rounding explains it.
 
     `scores` of the candidates by id; both choices without -1.
     """

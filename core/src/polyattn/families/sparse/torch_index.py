@@ -123,7 +123,7 @@ class TorchIndex(IndexBackend):
                 candidate >= (there - spec.forced_last)[:, None]
             )
             scores = scores.masked_fill(forced[:, None] & seen, torch.inf)
-        # Sorted as they are, equal ones stay in the order of their ids; what isn't seen comes last.
+        # A stable sort: equal scores keep the order of their ids, and unseen entries come last.
         order = scores.sort(stable=True, dim=2, descending=True).indices
         real = seen.expand_as(scores).gather(2, order)
         order = order[..., :count].int().masked_fill(~real[..., :count], NONE)

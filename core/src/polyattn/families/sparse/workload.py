@@ -246,7 +246,7 @@ MOST_ENTRIES = 1 << 12
 def index_problem(selection: Selection, seed: int) -> str | None:
     """Return how an indexer's choices differ from their definition's, or None.
 
-    Scores are summed in float32: what is chosen may differ where they are equal but for rounding.
+    Scores are summed in float32: so choices may differ between scores that only rounding tells apart.
     """
     indexer, layer = Indexer(selection), selection.spec
     spec, block, device = indexer.spec, 16, indexer.group.torch_device

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 LEAST = 4 << 20
-"""Bytes: a huge page of 2 MB lies within what is twice as large, wherever that begins."""
+"""Bytes. A tensor of twice a huge page's 2 MB contains a whole one, wherever the tensor begins."""
 
 
 @cache
@@ -26,8 +26,8 @@ def _madvise() -> Any:
 def on_huge_pages(tensor: Tensor) -> Tensor:
     """Return a new tensor, whose memory the system may back with huge pages when it is first written.
 
-    Only a host's memory of 4 MB or more is asked for. A system that has none left, or where they are
-    switched off (`/sys/kernel/mm/transparent_hugepage/enabled`), keeps its small pages.
+    polyattn asks for them only for 4 MB or more of the host's memory. A system that has none left, or
+    has them off (`/sys/kernel/mm/transparent_hugepage/enabled`), keeps its small pages.
 
     Args:
         tensor: contiguous, fresh from `torch.empty`.

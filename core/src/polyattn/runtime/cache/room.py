@@ -1,4 +1,4 @@
-"""Is there room for a cache? An allocation that fails says what was asked for and what would fit."""
+"""Is there room for a cache? A failed allocation says how much it needed and what would fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RoomError(CacheError, MemoryError):
 
 @contextmanager
 def room(field: str, count: Any, size: int, device: torch.device) -> Iterator[None]:
-    """Allocate within this: a failure for want of memory becomes a `RoomError`.
+    """Allocate within this: a lack of memory becomes a `RoomError`.
 
     Args:
         field: what the caller calls the count.

@@ -41,7 +41,7 @@ def check_coupling(variant: AttentionVariant, spec: LayerSpec = TOY) -> None:
     A function that can't run on the examples, for example because its tensors have a layer's sizes, is
     checked when a layer of that `spec` is built. Raises `SpecError`.
     """
-    with torch.device("cpu"):  # whatever the caller's default is, the meta device say
+    with torch.device("cpu"):  # the caller's default may be another, such as the meta device
         _check(variant, spec)
 
 
@@ -119,12 +119,12 @@ def _units(function: Function, shape: torch.Size) -> Iterator[tuple[slice, ...]]
 
 
 def _alone(call: Call, args: list[Tensor], whole: Tensor, unit: tuple[slice, ...]) -> bool:
-    """Whether a unit has the same results by itself, and others have theirs whatever it is."""
+    """Whether a unit has the same results alone, and the others don't depend on it."""
     parts = [_part(tensor, unit, whole.dim()) for tensor in args]
     try:
         alone = call(parts)
     except (RuntimeError, IndexError):
-        return False  # it goes by how many there are
+        return False  # it depends on the number of units
     if not _close(alone, whole[unit]):
         return False
     if not args[0].is_floating_point():

@@ -234,7 +234,7 @@ class _Reader:
     def _constant(self, value: Any, shape: tuple[int, ...], kind: str) -> int:
         entries = np.broadcast_to(np.asarray(value), shape).reshape(-1)
         python_type = {FLOAT: float, INT: int, BOOL: bool}[kind]
-        # In float32, as torch has a number beside a tensor of it.
+        # In float32, as torch treats a number beside a float32 tensor.
         entries = entries.astype(np.float32) if kind == FLOAT else entries
         if len(entries) and ((entries == entries[0]).all() or (entries != entries).all()):
             return self.trace.add("constant", what=python_type(entries[0]), kind=kind)
@@ -263,7 +263,7 @@ class _Reader:
         return _Array(node, np.arange(count).reshape(shape), dtype)
 
     def _each(self, op: str, args: Sequence[Any], dtype: torch.dtype) -> _Array:
-        """Write an operation that is done to each element by itself."""
+        """Write an operation on each element."""
         shape = np.broadcast_shapes(*(_shape(a) for a in args))
         kinds = [_kind(a) for a in args]
         most = next(kind for kind in (FLOAT, INT, BOOL) if kind in kinds)
@@ -391,7 +391,7 @@ class _Reader:
         return self._reduced("add", value, dims, keepdim)
 
     def _reduced(self, op: str, value: _Array, dims: Sequence[int], keepdim: bool) -> _Array:
-        """Write a reduction: halves of what is left against each other, until one is."""
+        """Write a reduction: combine one half with the other, until one element is left."""
         axes = [d % value.at.ndim for d in (dims or range(value.at.ndim))]
         rest = [d for d in range(value.at.ndim) if d not in axes]
         at = value.at.transpose(*rest, *axes).reshape(*(value.at.shape[d] for d in rest), -1)
@@ -500,7 +500,7 @@ class _Reader:
         return self._where(is_nan, float(nan or 0.0), number)
 
     def _bucketize(self, value: _Array, bounds: Tensor, *, right: bool = False, **_: Any) -> _Array:
-        """Write how many bounds don't lie above: of NaN all, as torch has it."""
+        """Write how many bounds don't lie above; for NaN that is all of them, as in torch."""
         op = "lt" if right else "le"
         tests = [self._each(op, (value, float(b)), torch.bool) for b in bounds]
         ones = [_Array(self._as(t.node, INT), t.at, torch.int64) for t in tests]

@@ -54,7 +54,7 @@ class Function:
         call: the function.
         names: the inputs that it takes, by name.
         which: its place in a variant (`"score_mod"`).
-        source: its hand-written source in a language that was asked for, or None.
+        source: its hand-written source in the backend's language, or None.
 
     Examples:
         >>> Function(lambda score, b, h, q, k, slope: score * slope, ("slope",)).names

@@ -57,7 +57,7 @@ OF_PLACES: dict[str, Callable[..., Any]] = {
     "not": np.invert, "abs": np.abs, "to_int": lambda x: np.asarray(x).astype(np.int64),
     "to_float": lambda x: np.asarray(x).astype(np.float64), "to_bool": lambda x: np.asarray(x) != 0,
 }  # fmt: skip
-"""Operations as they are worked out of elements' places, before a kernel runs."""
+"""Operations on elements' places, which are computed before a kernel runs."""
 
 
 def _kind_of(place: str) -> str:
@@ -274,7 +274,7 @@ def trace(
 
 
 def trace_features(feature_mod: Callable[[Tensor], Tensor]) -> Trace:
-    """Return the operations of a variant's `feature_mod`, of one element by itself.
+    """Return the operations of a variant's `feature_mod` on one element.
 
     Args:
         feature_mod: the function, as `polyattn.kernel.feature_mod` returns it.

@@ -86,11 +86,12 @@ class StepGraph:
 class StepGraphs:
     """The captured steps of a model, one graph for each size; a step runs in the smallest that fits.
 
-    The graphs share one pool of memory, so a result is valid until the next replay of any of them.
+    Call `capture` once, then `replay` for each step. The graphs share one pool of memory, so a result is
+    valid until the next replay of any of them.
 
     Args:
         groups: the groups whose layers a step runs.
-        step: `step(plans, **inputs)` runs the model's layers.
+        step: `step(plans, **inputs)` runs the model's layers; `plans[group]` is a group's plan.
         sizes: each a `StepSize`, or a number of rows of `query_len` tokens. Rows of several tokens need
             groups of `graph_capture="uniform"`, sizes with prompts need `"any"`.
         max_len: the most keys of a row.
@@ -103,10 +104,17 @@ class StepGraphs:
 
     Examples:
         >>> spec = LayerSpec(num_heads=4, head_size=64, graph_capture="single_token_decode")
-        >>> def step(plans, query):  # the model's layers, over its caches
-        ...     return query
         >>> if torch.cuda.is_available():
-        ...     graphs = StepGraphs([LayerGroup(spec)], step, sizes=[8, 64], max_len=4096)
+        ...     layer = Attention(LayerGroup(spec))
+        ...     cache = layer.group.allocate_cache(num_blocks=512)
+        ...     def step(plans, query, key, value):  # the model's layers
+        ...         return layer(query, key, value, cache, plans[layer.group])
+        ...     graphs = StepGraphs([layer.group], step, sizes=[8, 64], max_len=4096)
+        ...     inputs = dict.fromkeys(("query", "key", "value"), cache.key.new_zeros(3, 4, 64))
+        ...     graphs.capture(inputs)
+        ...     table = torch.tensor([[1], [2], [3]], dtype=torch.int32, device="cuda")
+        ...     batch = Batch.from_lens([1, 1, 1], [5, 9, 1], table, cache.block_size)
+        ...     out = graphs.replay(batch, inputs)
 
     """
 

@@ -23,8 +23,8 @@ from polyattn.runtime.step.chosen_pages import positions_of
 class MixedBuffers(StepBuffers):
     """The metadata of `size.prompts` prompts, one row for the rest of their room, then `size.rows`.
 
-    A step's rows of `query_len` tokens are taken for decodes while there is room, others for prompts,
-    wherever they stand: `places` says where its tokens went. Without `size.rows` they stay in their
+    In any order, a step's rows of `query_len` tokens become decodes while there is room, and others
+    become prompts. `places` has the new place of each token. Without `size.rows` they stay in their
     order.
 
     Args:

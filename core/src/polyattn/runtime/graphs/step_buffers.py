@@ -85,7 +85,7 @@ class StepBuffers:
 
     `axes`: those of the tokens' positions, 0 where no layer rotates.
 
-    `sharing`: whether steps are told which blocks their rows share.
+    `sharing`: whether steps know which blocks their rows share.
 
     `padding_rows`: whether all that runs takes rows of several tokens and no key.
 
@@ -136,7 +136,7 @@ class StepBuffers:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a graph over these buffers computes, whatever the step has."""
+        """Tokens that a graph over these buffers computes in every step."""
         return self.size.tokens
 
     def longest(self) -> Batch:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def check_positions(batch: Batch, axes: int) -> None:
     """Check the positions of tokens that a layer rotates. Raises `BatchError`.
 
-    `axes`: those of a position. One number for each token stands for every axis, as text has it.
+    `axes`: those of a position. For text, one number for each token stands for every axis.
     """
     if batch.positions is None or batch.positions.dim() == 1:
         return

@@ -54,7 +54,7 @@ def without_first(table: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def each_token(batch: Batch) -> Batch:
-    """Return the step as decodes alone, a row for each token, which sees what comes up to it.
+    """Return the step as decodes alone: a row for each token, over the keys up to it.
 
     Then how a sequence is divided into steps changes nothing.
     """

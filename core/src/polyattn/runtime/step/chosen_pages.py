@@ -80,9 +80,9 @@ def visible_entries(
     """Return how many of its sequence's entries each token sees.
 
     Args:
-        tokens_per_entry: that an entry stands for.
-        positions: (num_tokens,), as `token_places` returns them.
-        lens: likewise.
+        tokens_per_entry: tokens that one entry stands for.
+        positions: int64 (num_tokens,), as `token_places` returns them.
+        lens: int64 (num_tokens,), the length of each token's sequence.
         causal: False: a token sees its whole sequence.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What must a step cost at least? Operations and bytes, whatever kernel runs it."""
+"""What must a step cost at least? Operations and bytes, by any kernel."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ T = TypeVar("T")
 def stored(
     tensor: Tensor, name: str, values: bool, state: object, make: Callable[..., T], *args: Any
 ) -> T:
-    """Return what was made of a tensor in this state: its attribute, which must not hold the tensor.
+    """Return what `make` made of a tensor in this state. The tensor keeps it as an attribute, so it
+    must not hold the tensor.
 
-    `values`: it is made of the tensor's numbers, and anew where they may have changed. A tensor of
-    `torch.inference_mode` counts no changes, and none counts what NumPy writes to the same memory: so the
-    numbers themselves tell for lengths and block tables on the host, and their hash for larger tensors
-    that share memory. `make(*args)` makes it.
+    `values`: `make` reads the tensor's numbers, so it runs again where they may have changed. A tensor
+    of `torch.inference_mode` counts no changes, and none counts what NumPy writes to the same memory:
+    so the numbers themselves tell for lengths and block tables on the host, and their hash for larger
+    tensors that share memory. `make(*args)` makes it.
     """
     version: object = None
     if values:

@@ -140,7 +140,7 @@ def check_forest(levels: Levels, lens: Sequence[int]) -> None:
 
 
 def _check_run(name: str, run: SharedRun, rows: int) -> None:
-    """Check one run by itself."""
+    """Check one run alone."""
     if not isinstance(run, SharedRun):
         raise BatchError(f"{name}={shown(run)} must be a SharedRun")
     numbers = (*run.rows, run.first, run.count) if isinstance(run.rows, tuple) else ("",)
@@ -208,7 +208,7 @@ def may_share(block_table: NDArray[np.int32]) -> bool:
 def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> int:
     """Return how many block reads sharing can save at most, of rows that begin with one block.
 
-    As `shared_prefixes` takes them; all but the longest of them could be alike to their end.
+    As `shared_prefixes` takes them; all rows but the longest one could share all of their blocks.
     """
     if not may_share(block_table):
         return 0
@@ -244,7 +244,7 @@ def _together(
 def _stops(table: NDArray[np.int32], full: Rows, rows: Rows, begins: Rows, column: Rows) -> Rows:
     """Return where each group ceases to agree, of groups that agree in `column`.
 
-    `begins`: where their rows begin among `rows`. Those of one column are looked at together.
+    `begins`: where their rows begin among `rows`. Runs of one column are compared together.
     """
     counts, mine = np.diff(begins, append=len(rows)), rows
     limit, stop = np.minimum.reduceat(full[rows], begins), column + 1

@@ -1,7 +1,7 @@
 """Where the `polyattn` script starts, and where every error becomes a line and an exit code.
 
 0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`, `claim`) or absent (`why`).
-2: what was asked can't be done. 130: interrupted.
+2: polyattn can't do what you asked. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     try:
         try:
             return _dispatch(list(arguments))
-        finally:  # not left to the interpreter's end, where nobody catches what it raises
+        finally:  # at the interpreter's end no code would catch its exception
             sys.stdout.flush()
     except PolyattnError as error:
         print(f"polyattn: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
         stdout.discard()
         return 1
     except OSError as error:  # a full disk, a file that vanished

@@ -19,22 +19,21 @@ def parse_batch(text: str) -> list[tuple[int, int]]:
     pairs: list[tuple[int, int]] = []
     for part in text.split("_"):
         match = _PART.fullmatch(part)
+        name = f"batch {text!r}" if part == text else f"batch {text!r}: {part!r}"
         if not match:
             raise SettingsError(
-                f"batch {text!r}: {part!r} is not [count]q<query>[s<sequence>], like 8q1s2k or q2k"
+                f"{name} is not [count]q<query>[s<sequence>], like 8q1s2k or q2k, in numbers of at "
+                "most 9 digits"
             )
         query = _number(match["q"])
         length = _number(match["s"]) if match["s"] else query
         count = int(match["count"] or 1)
         if not count or not query or length < query:
             raise SettingsError(
-                f"batch {text!r}: {part!r} needs at least one sequence, and a sequence no shorter "
-                "than its query"
+                f"{name} needs at least one sequence, and a sequence no shorter than its query"
             )
         if len(pairs) + count > MOST_SEQUENCES:
-            raise SettingsError(
-                f"batch {text!r}: {part!r} makes more than {MOST_SEQUENCES} sequences; name fewer"
-            )
+            raise SettingsError(f"{name} makes more than {MOST_SEQUENCES} sequences; name fewer")
         pairs += [(query, length)] * count
     return pairs
 

@@ -1,4 +1,4 @@
-"""What may a command be asked? A class of options for each that has many, and what they share."""
+"""Which options has a command? A class for each command with many of them, and the shared ones."""
 
 from __future__ import annotations
 

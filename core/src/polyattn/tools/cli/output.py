@@ -18,7 +18,7 @@ from polyattn.tools.cli.listing import WIDTH
 
 
 class _Own:
-    """The command's own stream, wherever it is at the time: rich keeps the file it is given."""
+    """The command's own stream of the moment, because rich keeps the file that it gets."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(stdout.stream(), name)

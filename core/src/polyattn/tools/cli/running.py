@@ -105,7 +105,7 @@ def _serve(
 ) -> int:
     """Select, serve and print; of another `device` than the profile, which it interprets, say so.
 
-    Of several `ranks` the first one prints.
+    If there are several `ranks`, the first one prints.
     """
     silent = ranks is not None and ranks.rank > 0
     pretends = device is not profile

@@ -1,6 +1,6 @@
 """Standard output belongs to the command: what plugins and libraries print goes to standard error.
 
-So a program that reads `--json` reads JSON, whatever a plugin, or a C library below it, prints.
+So a program that reads `--json` reads JSON, even if a plugin or a C library below it prints.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def claimed() -> Iterator[None]:
 
 
 def discard() -> None:
-    """Drop what is still buffered: nobody can take it, and the interpreter's end would complain."""
+    """Drop the buffered output: it has no reader, and the interpreter would complain at its end."""
     if _descriptor(sys.stdout) == 1:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

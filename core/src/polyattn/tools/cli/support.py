@@ -107,7 +107,7 @@ def _platforms(info: BackendInfo) -> str:
 
 
 def main() -> None:
-    """Print the claims of all installed backends but the example."""
+    """Print the claims of all installed backends except the example."""
     infos = discover().backends.values()
     print(matrix(info for info in infos if info.name != "EXAMPLE_ATTN"), end="")
 

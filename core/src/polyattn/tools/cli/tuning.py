@@ -173,7 +173,7 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     say("")
     for note in report["notes"]:
         say(f"note: {note}")
-    nothing = "no table is written: too few points for a fit; measure longer (--seconds)"
+    nothing = "no table is written: too few points for a fit; read the notes, or raise --seconds"
     end = f"written: {path}" if path else nothing
     say(f"{report['points']} points on {device}; {end}")
 

@@ -11,8 +11,8 @@ from polyattn.errors import CacheError
 class BlockAllocator:
     """Hands out the blocks of one paged cache.
 
-    A block that is kept (`keep`) stays after its last user until its room is needed; then the one
-    unused longest goes first, and `evicted` is told.
+    A block that `keep` marks stays after its last user until its room is needed. Then the longest
+    unused one goes first, and `evicted` is called.
     """
 
     def __init__(self, num_blocks: int, evicted: Callable[[int], None] = lambda block: None):

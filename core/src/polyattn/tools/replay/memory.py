@@ -19,9 +19,9 @@ from polyattn.tools.replay.state_pool import StatePool
 def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
     """Share the cache's bytes so that every group holds as many tokens, none more than it can use.
 
-    A group whose layers see a window alone can use what all sequences' windows and one step's tokens
-    take; the rest is the others'. Several ranks share a block, of which each holds its part; what
-    leaves a window stays then. Raises `CacheError` where there is not one block for each.
+    A group whose layers see only a window needs room for all sequences' windows and one step's tokens;
+    the other groups get the rest. If several ranks share a block, each holds a part of it, and blocks
+    that leave a window stay. Raises `CacheError` where there is not one block for each.
     """
     ranks = 1 if options.context is None else options.context.size
     forms = [g.selection.cache_format for g in groups]

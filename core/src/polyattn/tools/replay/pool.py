@@ -60,8 +60,7 @@ class Pool:
     def take(self, match: Match, tokens: int) -> Held | None:
         """Share what holds a prompt's first `tokens` tokens, as `usable` said; None without room.
 
-        Full blocks are shared; of one that is used in part a copy is made, which the sequence goes on
-        writing to.
+        Full blocks are shared. A partly used one is copied, and the sequence writes to the copy.
         """
         full, part = divmod(tokens, self.block_size)
         gone = self._gone(tokens)

@@ -1,4 +1,4 @@
-"""Which tokens has a request? A trace has lengths alone, so they are drawn, equal where it says so."""
+"""Which tokens has a request? A trace has only lengths, so tokens are drawn, alike where it says so."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Runner:
         return plan
 
     def clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Seconds, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()

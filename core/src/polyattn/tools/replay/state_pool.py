@@ -15,8 +15,8 @@ from polyattn.tools.replay.prefix_tree import Match, Tokens
 class StatePool(Pool):
     """The state slots of all recurrent layers: one a sequence, the others hold snapshots.
 
-    A snapshot is a slot that the tree knows, in the place of the last block of its prefix. Whoever goes
-    on from one, the sequence that computed it too, takes another slot and a copy.
+    A snapshot is a slot that the tree knows, in the place of the last block of its prefix. A sequence
+    that continues from one takes another slot and a copy, also the sequence that computed it.
     """
 
     def most_blocks(self, tokens: int, queries: int) -> int:

@@ -140,7 +140,7 @@ def solve(table: Array, times: Array, overlap: bool) -> Array:
             hidden = np.arange(len(_BUSY)) != busy.argmax(1)[:, None]
             active[:, _BUSY] = np.where(hidden, 0.0, active[:, _BUSY])
             following = _least_squares(active, times)
-            # A term that nothing asked for stays what it was: at 0 it could never come back.
+            # An unused term keeps its coefficient: at 0 it could never come back.
             unused = ~active.any(0)
             following[unused] = coefficients[unused]
             loss = _loss(predict(table, following, True), times)

@@ -76,7 +76,7 @@ class Measured:
         self.layers: dict[str, Any] = {}
         device = clock.device
         self._dice = Dice(random.SystemRandom().randrange(2**31), device, fast=True)
-        # Of latents what is absorbed takes as long with each backend: the caller does it.
+        # Absorbing latents takes equally long with each backend, because the caller does it.
         how = {} if self.spec.latent is None else {"weights": False}
         self.cannot: dict[str, str] = {}
         for name in attending(selection):
@@ -118,7 +118,7 @@ class Measured:
                     yield name, times
             except torch.OutOfMemoryError:
                 yield name, "out of memory"
-            except Exception as error:  # whatever a vendor's library raises is a reason
+            except Exception as error:  # any exception of a vendor's library is a reason
                 yield name, describe(error)
 
     def step(self, sample: StepSample) -> Any:

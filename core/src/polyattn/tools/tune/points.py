@@ -38,7 +38,7 @@ class Measurement:
 
 
 class PointsFile:
-    """Measurements on disk. The first line says of which machine; another machine's are refused."""
+    """Measurements on disk. The first line names the machine; those of another machine are refused."""
 
     def __init__(self, path: Path, facts: dict[str, Any]):
         self.path = path

@@ -30,7 +30,7 @@ SEED = 13
 LEAVE_OUT = ("FLEX_ATTENTION",)
 """Compiles for minutes; measured where it is named."""
 MOST_FAILURES = 4
-"""Steps of a kind that a backend may fail, none done, before it is asked no more of that kind."""
+"""A backend that fails so many steps of a kind, and serves none, gets no more steps of that kind."""
 HOPELESS, ENOUGH = 5, 2 * LEAST_POINTS
 """A backend that took over 5 times the best's at each of so many steps isn't asked again: enough
 for a model of its own, by which it loses."""
@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def left_out(named: Collection[str]) -> tuple[str, ...]:
-    """Return the backends that aren't measured: all but the named ones, or those that compile slowly."""
+    """Return the backends to leave out: all except the named ones, or those that compile slowly."""
     if not named:
         return LEAVE_OUT
     return tuple(name for name in discover().backends if name not in named)
@@ -74,7 +74,7 @@ class Tuning:
         self._hopeless: set[tuple[str, str]] = set()
 
     def run(self, layers: Sequence[LayerSpec], seconds: float, progress: Progress) -> None:
-        """Measure what isn't measured yet. Interrupted, it goes on where it was."""
+        """Measure what isn't measured yet. After an interruption, it continues."""
         end = time.perf_counter() + seconds
         room = pool_bytes(self.device)
         work: dict[LayerSpec, tuple[Selection, Size, list[StepSample]]] = {}

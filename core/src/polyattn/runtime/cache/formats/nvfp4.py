@@ -28,7 +28,7 @@ def encode(row: Tensor) -> Tensor:
     """Return pairs of numbers, size / 2 bytes, then the blocks' scales, size / 16 bytes.
 
     A scale is a block's largest magnitude over 6, rounded to e4m3 and saturated; NaN in a block makes
-    all of it NaN, which e2m1 by itself can't say.
+    the whole block NaN, because e2m1 has no NaN.
     """
     blocks = grouped(row, BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)

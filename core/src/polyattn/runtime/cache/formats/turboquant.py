@@ -1,7 +1,7 @@
 """turboquant4: TurboQuant's 4 bits (Zandieh et al., 2025): a turned row's norm, codes of normal numbers.
 
-An orthogonal matrix turns each row. Its elements over its norm are then nearly normal, of variance 1 /
-size, whatever the row is. So one codebook, Lloyd's and Max's of 16 levels, is the best for all rows.
+An orthogonal matrix turns each row. The elements, divided by the norm, are then nearly normal with
+variance 1 / size, for any row. So one codebook (Lloyd's and Max's, 16 levels) is the best for all rows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 Scales = Mapping[str, Any]
 """`k_scale` and `v_scale`, as `Attention` takes them, of those that a checkpoint has."""
 LATENT_EPS = 1e-6
-"""What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
+"""The epsilon of DeepSeek's norms of latents; `rms_norm_eps` doesn't change it."""
 
 
 class Mixer(nn.Module):
@@ -32,7 +32,7 @@ class Mixer(nn.Module):
 
 
 def _used(scales: Scales, spec: LayerSpec) -> Scales:
-    """Return the scales of a layer whose cache holds what they are of."""
+    """Return the scales if the layer's cache needs them, else none."""
     return scales if spec.kv_cache_dtype in ("fp8_e4m3", "nvfp4", "int8") else {}
 
 

@@ -18,8 +18,8 @@ from polyattn.tools.replay.trace import Request
 
 
 def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> None:
-    """Refuse requests that outgrow what a model's frequencies were made for: dynamic NTK and LongRoPE
-    change them there, and cached keys would have to be turned anew. Raises `SettingsError`.
+    """Refuse requests beyond the length of a model's frequencies. Dynamic NTK and LongRoPE change them
+    there, and cached keys would have to rotate again. Raises `SettingsError`.
     """
     ropes = {spec.rope for spec in specs if spec.rope is not None}
     limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.by_length]
