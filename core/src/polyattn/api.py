@@ -245,7 +245,7 @@ def select_layers(
 
 
 def _checked(settings: Settings | None, verify: bool | None) -> Settings:
-    """Return the settings that were given, else the current ones. Raises `SettingsError`."""
+    """Return the passed settings, or else the current ones. Raises `SettingsError`."""
     if verify is not None:
         flag("argument verify", verify, SettingsError)
     if settings is None:
@@ -335,7 +335,7 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
 
 
 def _problem(check: str, functions: AttentionVariant | RowFormat) -> str | None:
-    """Return what a backend's check has against these functions."""
+    """Return the reason why a backend's check refuses these functions."""
     try:
         problem = load_object(check)(functions)
     except SpecError:

@@ -1,4 +1,4 @@
-"""All that a backend's module imports: the classes to derive from and what their calls are made of."""
+"""The names for a backend's module: the classes to derive from, and the parts of their calls."""
 
 from polyattn.device import Device as Device
 from polyattn.device import arch_matches as arch_matches

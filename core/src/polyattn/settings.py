@@ -47,7 +47,7 @@ FOREIGN_VARIABLES: dict[str, str] = {
     "POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM where that can serve",
 }
 XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
-"""What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
+"""The backend of TensorRT-LLM's variable: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
     "plugin_timeout", "timings", "multi_block", "why",
@@ -240,7 +240,7 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
             raise SettingsError(
                 f"{source}: {item!r} and {str(overrides[scope])!r} apply to the same layers; keep one"
             )
-        # vLLM's names of its first engine with two versions; the suffix says nothing here.
+        # vLLM's names from its first engine with two versions. The suffix has no meaning here.
         overrides[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
     if not overrides:
         raise SettingsError(f"{source}: is empty; unset it, or name a backend")
@@ -424,7 +424,7 @@ def _flag(value: Any, source: str) -> bool | None:
 
 
 def _timings(value: Any, source: str) -> str | None:
-    """A file, or a word that says no; whether it is a table is seen where it is read."""
+    """A file, or a word for no. Reading it checks whether it is a table."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if value is False or str(value).strip().lower() in ("0", "false", "no", "off"):
@@ -435,7 +435,7 @@ def _timings(value: Any, source: str) -> str | None:
 
 
 def _keys(value: Any, source: str) -> int | None:
-    """A number of keys, or a word that says no: 0."""
+    """A number of keys, or a word for no: 0."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     text = str(value).strip().lower()

@@ -99,7 +99,7 @@ class BoundCall:
         if self.addressed is not None:
             if self.views[0] is None:
                 query = (query.transpose(1, 2) if self.heads_first else query).contiguous()
-            if self.alike:  # which says less to torch
+            if self.alike:  # fewer arguments for torch to check
                 out = torch.empty_like(query)
             else:
                 out = query.new_empty_strided(self.out_shape, self.out_stride)
@@ -170,7 +170,7 @@ def attend_whole(
     views = _view(query), _view(key), _view(value)
     (_, heads, size), lse = step.out_shape, step.lse_shape
     results = Results(step.out_shape, (heads * size, size, 1), lse, (heads, 1))
-    remember(key_of_call, BoundCall(step, query, views, results))  # what was run is right
+    remember(key_of_call, BoundCall(step, query, views, results))  # the step has run without errors
     return result
 
 

@@ -117,7 +117,7 @@ def _bind(
 
 
 def _by_heads(sizes: tuple[int, ...], heads_second: bool) -> tuple[int, ...]:
-    """Return sizes or strides that are by rows, tokens and heads, the heads second where asked."""
+    """Return sizes or strides by rows, tokens and heads; `heads_first` puts the heads second."""
     return (sizes[0], sizes[2], sizes[1], *sizes[3:]) if heads_second else sizes
 
 

@@ -22,7 +22,7 @@ AT_A_TIME = 1 << 24
 """Entries of a mask that are read at a time."""
 
 Kind = tuple[bool, int | None, int | None]
-"""What a call asks for: causal, sliding_window, window_right."""
+"""A call's options: causal, sliding_window, window_right."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class UnreadableMask(BatchError):
 
 
 def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
-    """Return what the mask asks for, (rows or 1, 1, queries or 1, keys). Raises `UnreadableMask`.
+    """Return which keys the mask shows, (rows or 1, 1, queries or 1, keys). Raises `UnreadableMask`.
 
     Bool, True to attend; or float, 0 to attend and the dtype's least value not to. What it says is
     stored on the tensor until that changes.
@@ -181,7 +181,7 @@ def _end(step: np.ndarray, at: int, after: int, kind: int) -> int:
 
 
 def _band(low: np.ndarray, high: np.ndarray, first: int, after: int) -> Run | None:
-    """Return a window to both sides of each of a sequence's own tokens, if that is what there is."""
+    """Return the window to both sides of each of a sequence's own tokens, if the mask is one."""
     start, stop = int(low[first:after].min()), int(high[first:after].max())
     if start < first or stop > after:
         return None

@@ -57,7 +57,7 @@ class Ledger:
         self._fallbacks: Counter[str] = Counter()
 
     def report(self) -> Report:
-        """Return what was served and what fell back to the host's own attention."""
+        """Return the served calls, and those that fell back to the host's own attention."""
         served: Counter[str] = Counter()
         for group, count in self._served.items():
             served[f"{group.spec}: {group.selection.decision.summary()}"] += count

@@ -146,7 +146,7 @@ class BoundPages:
             refuse_gradients(query=query, key=key, value=value)
         params = parameters(self.group.spec, query, sinks, alibi_slopes)
         lse = None
-        if self.alike:  # which says less to torch
+        if self.alike:  # fewer arguments for torch to check
             out = torch.empty_like(query)
         else:
             out = query.new_empty(self.out_shape)

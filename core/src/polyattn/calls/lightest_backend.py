@@ -27,7 +27,7 @@ def is_short(spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int]
 
 
 def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[int]) -> LayerGroup:
-    """Return the group that serves a step of keys given whole: this one, or a short step's.
+    """Return the group that serves a step of keys passed whole: this one, or a short step's.
 
     A named backend stays. So does a CPU's, because its calls return when they are done, and that of a
     layer whose bits must not depend on the batch.

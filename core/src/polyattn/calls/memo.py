@@ -107,7 +107,7 @@ def group_of(make: Callable[..., LayerGroup], *args: Any, **fields: Any) -> Laye
 
 
 def place_of(device: torch.device) -> Any:
-    """Return the key of what may share workspaces: a thread, and on CUDA its stream.
+    """Return the key of calls that may share workspaces: a thread, and on CUDA its stream.
 
     A capture shares the workspaces of the thread's last call before it. A graph's own memory is written
     only when the graph is replayed, which is too late for what a kernel expects there.
@@ -127,7 +127,7 @@ def _index(device: torch.device) -> int:
 
 
 def _raw_stream(index: int) -> int:
-    # What Inductor's own code asks: a torch.cuda.Stream is made at half of a small call's host time.
+    # As Inductor's own code: making a torch.cuda.Stream takes half of a small call's host time.
     return torch._C._cuda_getCurrentRawStream(index)
 
 

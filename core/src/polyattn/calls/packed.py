@@ -87,7 +87,7 @@ def attend_packed(
             query, keys.key, keys.value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
         )
     more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    if training and not asked.needs_lse:  # whose formula is differentiated
+    if training and not asked.needs_lse:  # the formula without an LSE is differentiated
         asked = asked._replace(needs_lse=True)
         return attend_packed(query, query_lens, keys, asked, **more)[0], None
     if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):

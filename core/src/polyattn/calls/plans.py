@@ -25,7 +25,7 @@ from polyattn.spec.layer import LayerSpec
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for beside its tensors: fields of `LayerSpec`, and a backend by name.
+    """The options of a call beside its tensors: fields of `LayerSpec`, and a backend by name.
 
     Attributes:
         causal: whether a query sees no later key; aligned to the bottom right.

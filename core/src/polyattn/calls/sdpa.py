@@ -84,7 +84,7 @@ def sdpa(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)  # half of what making it costs at each call
+@lru_cache(maxsize=256)  # a hit takes half the time of making it
 def _asked(
     causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool
 ) -> CallOptions:

@@ -85,7 +85,7 @@ class Trials:
     def problems(
         self, claims: Claims, budget: float | None = None
     ) -> Iterator[tuple[str, str | None]]:
-        """Yield each new case's id and what is wrong, None for nothing. `budget`: run all checks."""
+        """Yield each new case's id and its error, or None. `budget`: run all checks."""
         global TRIAL
         trial = declared(self.function, self.name, claims)
         trial.info = replace(trial.info, path=f"{__name__}:TRIAL")
@@ -142,7 +142,7 @@ def find(
         wider = findings.claims | {key: (*held, value)}
         try:
             case, reason = trials.proof(wider)
-        except PluginError:  # kept first tokens without a window, say
+        except PluginError:  # sink tokens without a window, for example
             continue
         if reason is None:
             findings.claims = wider
@@ -201,7 +201,7 @@ def _additions(names: tuple[str, ...], claims: Claims) -> Iterator[tuple[str, An
 
 
 def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings:
-    """Return what the kit finds of `"module:function"`, a plain function or a backend made of one.
+    """Return the kit's verdict on `"module:function"`, a plain function or a backend made of one.
 
     Raises `SettingsError` where there is none, and what `find` raises.
     """

@@ -261,7 +261,7 @@ def _commit() -> str:
 
 
 def _versions(info: BackendInfo) -> dict[str, str]:
-    """Return the installed versions of what a backend needs, and of Python."""
+    """Return the installed versions of a backend's requirements, and of Python."""
     from packaging.requirements import Requirement
 
     from polyattn.registry.distributions import installed

@@ -55,7 +55,7 @@ MOST_MESSAGES = 20
 
 @dataclass
 class Tally:
-    """How many batches ran, over how many layers, and what was wrong.
+    """The numbers of batches and layers that ran, and the failures.
 
     - `spoilt`: how many had a request with NaN or infinities beside sound ones.
     - `worst`: the largest error, as a part of the tolerance; `where` is its layer.
@@ -70,14 +70,14 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
     def add(self, who: str, what: str, error: float, allowed: float, where: str) -> None:
-        """Count an error of a batch; `where`: what the batch is."""
+        """Count an error of a batch; `where` describes the batch."""
         if error / allowed > self.worst:
             self.worst, self.where = error / allowed, f"{what} of {who}"
         if not error <= allowed:
             self.fail(f"{what} of {who}: off by {error:.3g} (allowed {allowed:g}), {where}")
 
     def fail(self, message: str) -> None:
-        """Count a failure; the first messages are kept."""
+        """Count a failure. Only the first messages are stored."""
         self.failed += 1
         if len(self.failures) < MOST_MESSAGES:
             self.failures.append(message)

@@ -198,7 +198,7 @@ def _other_names(before: dict[str, Any], after: dict[str, Any], grows: bool) -> 
 
 
 def _change(before: Any, after: Any, grows: bool) -> str | None:
-    """Say how a setting changed, None where it didn't. `grows`: what is new in a mapping is no change."""
+    """Return how a setting changed, or None. `grows`: new entries of a mapping are no change."""
     if before == after:
         return None
     if isinstance(before, dict):

@@ -8,7 +8,7 @@ from polyattn.conformance.case import Case
 
 
 def test_case(case: Case, run: Callable[[Case], None]) -> None:
-    """A claim holds, or what isn't claimed is refused: `case.check` names the function."""
+    """A claim holds, or an unclaimed feature is refused. `case.check` names the function."""
     run(case)
 
 

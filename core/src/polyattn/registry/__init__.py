@@ -1,1 +1,1 @@
-"""Which plugins are installed, what do they claim, and what is on this machine?"""
+"""The installed plugins, their claims, and this machine's devices."""

@@ -70,7 +70,7 @@ TORCH_INDEX = BackendInfo(
 
 
 def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
-    """Return a reference that serves where it is named, and nowhere else."""
+    """Return a reference, which serves only if a user names it."""
     fields = _EVERYWHERE | claims
     return BackendInfo(
         name=name,

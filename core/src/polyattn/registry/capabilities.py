@@ -368,7 +368,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         require(self)
-        for name in ("platforms", "remedies"):  # copies: what was checked must not change
+        for name in ("platforms", "remedies"):  # copies: checked values must not change
             object.__setattr__(self, name, dict(getattr(self, name)))
 
     def problems(self) -> Iterator[str]:

@@ -57,7 +57,7 @@ def our_distributions() -> frozenset[str]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return what is wrong with a name that no loaded plugin brings, and the remedy, for an error.
+    """Return an error's text and remedy for a name that no loaded plugin brings.
 
     Args:
         kind: `"backends"`, `"profiles"` or `"platforms"`.
@@ -89,7 +89,7 @@ def not_installed() -> dict[str, dict[str, list[str]]]:
 
 
 def install_advice(platform: str) -> str:
-    """Say what brings a platform: our extra, where there is one, else a plugin of others."""
+    """Return how to install a platform: polyattn's extra if one exists, or else another plugin."""
     distribution = PREFIX + platform
     if platform in _plugins_by_extra():
         return f"run {install_command(distribution)}"

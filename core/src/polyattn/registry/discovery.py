@@ -98,7 +98,7 @@ def unregister(plugin: Any) -> None:
 
 
 def refresh() -> None:
-    """Forget what was found and probed; the next `discover` looks again, after an installation."""
+    """Forget all discoveries and probes. The next `discover` looks again, after an installation."""
     global _generation
     _generation += 1
     _cache.clear()
@@ -284,7 +284,7 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
 
 
 SLOW = 0.5
-"""Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
+"""Seconds that a plugin's hooks may take before a note names it; ours take milliseconds."""
 
 
 def _cost(imports_torch: bool, seconds: float) -> str:
@@ -309,7 +309,7 @@ def _is_being_imported(target: str) -> bool:
 
 
 def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, bool]]:
-    """Return the plugins whose name another one claims too: what is wrong, and whether it's one of ours.
+    """Return the plugins whose name another one claims too: the error, and whether it's one of ours.
 
     A name of ours stays ours, as in `_settle`.
     """

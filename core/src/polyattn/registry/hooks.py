@@ -58,7 +58,7 @@ class Platform:
     interpret: str | None = None
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with its names and paths."""
+        """Yield the errors of its names and paths."""
         if not PLATFORM_NAME.fullmatch(self.name):
             yield (
                 f"Platform.name={shown(self.name)} can't be a platform's name; use lower-case "

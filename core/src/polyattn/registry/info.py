@@ -89,7 +89,7 @@ class Proof(str, Enum):
         COMPILED: kernels compiled for it.
         INTERPRETED: cases ran in the kernel language's interpreter.
         SIGNATURE: calls were compared with the library's signatures.
-        DECLARED: the plugin says that it ran there, without a record.
+        DECLARED: the plugin claims a run there, without a record.
         UNPROVEN: none of these.
 
     Examples:
@@ -142,7 +142,7 @@ class Priority:
     why: str = ""
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with its score and conditions."""
+        """Yield the errors of its score and conditions."""
         if abs(self.score) > LARGEST_SCORE:
             yield f"Priority.score={shown(self.score)}: scores go from 0 to 100"
         if self.platform is not None and not PLATFORM_NAME.fullmatch(self.platform):
@@ -205,7 +205,7 @@ class Variant:
     install: str = ""
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with its name and paths."""
+        """Yield the errors of its name and paths."""
         if not PLUGIN_NAME.fullmatch(self.name):
             yield (
                 f"Variant.name={shown(self.name)} can't be a build's name; use letters, digits, '_', "
@@ -286,7 +286,7 @@ class BackendInfo:
         return cls(variants=variants, **_claims(variants[0]), **fields)
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with its names, paths, proofs and builds."""
+        """Yield the errors of its names, paths, proofs and builds."""
         for where, name in (("name=", self.name), *(("aliases: ", a) for a in self.aliases)):
             if not BACKEND_NAME.fullmatch(name):
                 yield (
@@ -457,7 +457,7 @@ def load_object(path: str) -> Any:
 
 
 def function_at(owner: str, name: str, source: Any) -> Any:
-    """Return a function of an owner's that may be given by its path. Raises `SpecError`."""
+    """Return an owner's function, which may be passed by its path. Raises `SpecError`."""
     if not isinstance(source, str):
         return source
     try:

@@ -1,4 +1,4 @@
-"""Which engines run on polyattn here? Its integrations, as their distributions' metadata says of them.
+"""The engines that run on polyattn here: its integrations, by their distributions' metadata.
 
 An integration's entry point, `vllm = "polyattn_vllm:register"`, names its host and what registers it. Its
 requirement on the host, its own or an extra's, names the versions that it is made for. Nothing is

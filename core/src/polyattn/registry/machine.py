@@ -96,7 +96,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
             continue
         if device is not None:
             return device
-        if kind in (None, platform.name, *platform.device_types):  # else nothing was asked of it
+        if kind in (None, platform.name, *platform.device_types):  # others aren't asked
             said.append(f"{platform.name}: not here")
     said += [*registry.disabled, *registry.problems]
     asked = f"device {torch_device!r}" if torch_device else "a device"
@@ -156,14 +156,14 @@ def ask_detector(platform: Platform, torch_device: str | None = None) -> Device 
 
 
 def _current_accelerator() -> Callable[[], None]:
-    """Return what makes the caller's current device that of another thread, too.
+    """Return a function that sets the caller's current device in another thread.
 
     `torch.cuda.set_device(1)` holds for its thread alone, and a detector runs in one of its own.
     """
     accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
     index = 0
     if accelerator is not None and accelerator.is_available():
-        # A device that torch was only told of, by its name (torchax's), has no current one.
+        # A device that torch knows only by name (torchax's) has no current index.
         with suppress(RuntimeError):
             index = accelerator.current_device_index()
     # A new thread begins with 0; setting it would open a context on an unused device.
@@ -227,7 +227,7 @@ def _of_builds(answers: dict[str, str | None]) -> str | None:
 
 
 def running(path: str | None, timeout: float) -> str:
-    """Return what of an available backend runs here, by its `BackendInfo.runs`; "" if it doesn't tell.
+    """Return the part of an available backend that runs here, by its `BackendInfo.runs`, or "".
 
     The answer isn't cached, because a plugin's setting may change it.
     """

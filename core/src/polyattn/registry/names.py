@@ -41,7 +41,7 @@ def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
 def not_a_backend(
     name: str, backends: Mapping[str, BackendInfo], platform: str | None = None
 ) -> str:
-    """Return what is wrong with a name that is no backend, and the remedy, for an error.
+    """Return an error's text and remedy for a name that is no backend.
 
     Engines have names of backends for some kinds of layers, such as vLLM's MAMBA2 or GDN_ATTN.
 
@@ -79,7 +79,7 @@ def without_conflicts(
 ) -> dict[str, BackendInfo]:
     """Return the backends without the aliases that another one has as a name or an alias.
 
-    A name beats an alias. Between aliases nobody can tell which backend is meant.
+    A name beats an alias. An alias of two backends is ambiguous.
 
     Args:
         backends: by name.

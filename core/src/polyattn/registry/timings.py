@@ -191,7 +191,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
 
     Nothing is near another kind, or elements of another size.
     """
-    theirs = asked | measured  # what a class leaves open is as asked
+    theirs = asked | measured  # fields that a class leaves open count as equal
     mine, other = (ITEM_BYTES.get(c["stored"]) for c in (asked, theirs))
     if asked["kind"] != theirs["kind"] or mine is None or mine != other:
         return math.inf
@@ -355,7 +355,7 @@ _CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL, *FEATURE
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is installed in another version than the one that was measured."""
+    """Return the distributions whose installed version differs from the measured one."""
     stale = {}
     for name, version in versions.items():
         dist = installed(name) if name else None

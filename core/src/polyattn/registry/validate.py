@@ -88,7 +88,7 @@ def check_api_versions(answer: Any, version: int) -> None:
 
 
 def problems(declaration: Any) -> Iterator[str]:
-    """Yield what is wrong with a declaration and with those inside it.
+    """Yield the errors of a declaration and of those inside it.
 
     A class that checks itself when it is built (`__post_init__`) isn't checked again inside another
     one.
@@ -148,7 +148,7 @@ def plugin_name_problem(name: Any) -> str | None:
 
 
 def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
-    """Yield what is wrong with the path of a function or class; None is right."""
+    """Yield the errors of a function's or class's path. None is valid."""
     if path is None:
         return
     module, colon, name = path.partition(":")

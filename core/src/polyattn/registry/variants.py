@@ -127,7 +127,7 @@ def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
 
 
 def kernel_spec(spec: LayerSpec) -> LayerSpec:
-    """Return the spec of what attention's kernels compute, without the work before and after them.
+    """Return the spec for attention kernels, without the work before and after them.
 
     Queries and keys arrive normed, rotated and transformed, so a variant that only does that is
     dropped. Raises `SpecError`.

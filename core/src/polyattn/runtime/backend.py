@@ -104,7 +104,7 @@ class Backend(Loaded):
         self.workspaces = Workspaces()
 
     def prepare(self, phases: tuple[str, ...]) -> None:
-        """Compile what the phases will run, so that no step waits for a compiler.
+        """Compile the kernels of the phases, so that no step waits for a compiler.
 
         Called before the first plan, once for all phases that the backend was chosen for, and again for
         another spec or cache format. A candidate's call may run in a thread beside the steps of other

@@ -34,7 +34,7 @@ class Builds:
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, backend: Backend, phase: str, later: bool) -> None:
-        """Have a backend built for a phase: with the group, `later` in a thread, or else at once."""
+        """Build a backend for a phase: with the group, `later` in a thread, or else at once."""
         if type(backend).prepare is Backend.prepare:
             return
         self._names[backend] = name

@@ -36,7 +36,7 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
 
     A decode is a row of 1 to `longest_decode` query tokens; a prefill is longer.
 
-    A row without query tokens goes where its neighbours go. If `batch.num_contexts` says how many rows
+    A row without query tokens goes with its neighbours. If `batch.num_contexts` says how many rows
     are prompts, all others are decodes.
 
     Args:

@@ -1,4 +1,4 @@
-"""How does a function become a backend? The names of its parameters say what it gets."""
+"""Turns a function into a backend. Its parameters' names select its arguments."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class FunctionBackend(AttentionBackend):
         return [cls.info]
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FunctionPlan:
-        """Note which tokens see no key: their output is 0, whatever the function says."""
+        """Mark the tokens that see no key. Their output is 0, whatever the function returns."""
         spec, rows = self.spec_of(batch), []
         for index, count in enumerate(batch.query_lens):
             seen, _, _ = _ranges(spec, batch, index)
@@ -208,7 +208,7 @@ class FunctionBackend(AttentionBackend):
 
 
 def _ranges(spec: LayerSpec, batch: Batch, index: int) -> tuple[KeyRanges, int, int]:
-    """Return what a sequence's queries see, the first key's position and the number of keys."""
+    """Return the visible keys of a sequence's queries: the first key's position, and their number."""
     length, count = batch.lens[index], batch.query_lens[index]
     first = 0 if batch.first_positions is None else batch.first_positions[index]
     at = np.arange(first + length - count, first + length)

@@ -59,7 +59,7 @@ class StepPlanner(ABC):
         """Return the step's calls and merges. Raises `BatchError`."""
 
     def note(self, step: StepPlan, call: Call) -> str:
-        """Return what `StepPlan.explain` says of a call behind its line."""
+        """Return the details of a call in `StepPlan.explain`, after its line."""
         return ""
 
     @property
@@ -231,7 +231,7 @@ class LayerGroup:
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """The device that the group runs on, and all that its layers are given."""
+        """The device of the group, and of all of its layers' tensors."""
         return torch.device(str(self.device.torch_device))
 
     @cached_property

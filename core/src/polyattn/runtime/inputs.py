@@ -30,7 +30,7 @@ def bad_input(
 
 
 def torch_device(value: Any, error: type[PolyattnError] = BatchError) -> torch.device:
-    """Return a torch device, given by its name or itself. Raises `BatchError`, or the `error` given."""
+    """Return a torch device from its name or itself. Raises `BatchError`, or `error` if passed."""
     try:
         return torch.device(value)
     except (TypeError, ValueError, RuntimeError) as why:
@@ -45,7 +45,7 @@ def same_device(one: torch.device, other: torch.device) -> bool:
 def check_is_tensor(
     name: str, value: Any, where: str = "", error: type[PolyattnError] = BatchError
 ) -> None:
-    """Check that an argument is a tensor at all. Raises `BatchError`, or the `error` given."""
+    """Check that an argument is a tensor. Raises `BatchError`, or `error` if passed."""
     if isinstance(value, Tensor):
         return
     shape = getattr(value, "shape", None)
@@ -78,7 +78,7 @@ def check_is_real(name: str, tensor: Tensor) -> None:
 
 
 def as_tensor(name: str, value: Any, error: type[PolyattnError] = BatchError) -> Tensor:
-    """Return a tensor, of numbers too. Raises `BatchError`, or the `error` given."""
+    """Return a tensor, also from numbers. Raises `BatchError`, or `error` if passed."""
     if isinstance(value, Tensor):
         return value
     try:
@@ -88,7 +88,7 @@ def as_tensor(name: str, value: Any, error: type[PolyattnError] = BatchError) ->
 
 
 def check_tensor(name: str, value: Any, device: torch.device, seen: bool = False) -> None:
-    """Check that what a layer was given is a tensor on its device: kernels go by addresses.
+    """Check that a layer's argument is a tensor on its device, because kernels use addresses.
 
     `seen`: the layer's earlier call was with real tensors. Raises `BatchError`.
     """
@@ -127,7 +127,7 @@ def check_slots(slot_mapping: Any, device: torch.device, seen: bool = False) -> 
 
 
 def check_aligned(**tensors: Tensor | None) -> None:
-    """Check what accelerators' kernels need, which load 16 bytes at a time. Raises `BatchError`."""
+    """Check alignment for accelerators' kernels, which load 16 bytes at a time. Raises `BatchError`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.data_ptr() % 16:
             raise BatchError(

@@ -116,7 +116,7 @@ class Layer(nn.Module, ABC):
         plan: StepPlan | Batch | None,
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Make what the caller doesn't bring, and run. `name`: the first input's, which must be there."""
+        """Make the arguments that the caller leaves out, and run. `name`: the first, required input's."""
         if compiling():
             return torch_compile.traced(self, inputs, cache, plan, out)
         step, first = self.group.plan_for(plan), inputs[0]
@@ -168,10 +168,10 @@ class ChoosingLayer(Layer):
 
     @abstractmethod
     def _shapes(self, step: Any) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a call's query and of what it brings. Raises `BatchError`."""
+        """Return the shapes of a call's query and other inputs. Raises `BatchError`."""
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a call brings as the cache takes it."""
+        """Return a call's inputs in the form that the cache takes."""
         return key, value
 
     def run(

@@ -40,7 +40,7 @@ class Weight:
     def per_head(
         cls, name: str, tensor: Tensor | None, spec: LayerSpec, wanted: bool, device: torch.device
     ) -> Weight | None:
-        """Return one number for each head, None where the spec asks for none. Raises `SpecError`."""
+        """Return one number for each head, or None if the spec needs none. Raises `SpecError`."""
         if (tensor is not None) != wanted:
             raise SpecError(
                 f"{name} {'is missing' if wanted else 'was given'}: the spec "

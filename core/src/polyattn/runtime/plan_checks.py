@@ -1,4 +1,4 @@
-"""Does a step's plan read what the layer's mask shows? Checked in a share of the planning time."""
+"""Checks that a step's plan reads the keys that the layer's mask shows, in a share of planning time."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def check_calls(step: Any) -> None:
 
 
 def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
-    """Check that a plan reads what the layer's mask shows. Returns whether the backend could tell.
+    """Check that a plan reads the keys that the layer's mask shows. Returns whether it could check.
 
     `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
-    Raises `PluginError` with what is wrong.
+    Raises `PluginError` with the difference.
     """
     if batch.lens_are_bounds or not isinstance(backend, Backend):
         return False

@@ -49,7 +49,7 @@ def with_host_table(batch: Batch) -> Batch:
 def unevenly_called(
     batch: Batch, ops: Iterable[Op], form: CacheFormat | None, chunk: int | None = None
 ) -> list[str]:
-    """Return what is wrong with a step's calls, with tokens and keys; [] for nothing.
+    """Return the errors of a step's calls, with tokens and keys; [] for none.
 
     `form`: of the cache that the batch's block table is of; `chunk`: the layer's. Steps with a mask of
     their own aren't told of.
@@ -128,7 +128,7 @@ class _Step:
                     portions.append(portion)
 
     def portion(self, index: int, mine: Ints, portions: list[Portion]) -> Portion | str:
-        """Return what a sequence of the call is for a sequence's tokens, or why it can't be that."""
+        """Return the relation of a call's sequence to a sequence's tokens, or the reason for none."""
         seq = int(self.starts.searchsorted(mine[0], "right")) - 1
         length = self.part.lens[index]
         if not length:

@@ -230,7 +230,7 @@ def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool
 
 
 def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
-    """Return what is wrong with a plan of a step, with rows, KV heads and keys; [] for nothing.
+    """Return the errors of a step's plan, with rows, KV heads and keys; [] for none.
 
     Each (row, KV head, key) that the mask shows must be read exactly once, and each row written exactly
     once. Each partial result must be merged exactly once, in the order of its keys. Nothing may lie

@@ -99,7 +99,7 @@ class Store(Op):
             self.backend.run(self.plan, frame.key, frame.value, frame.cache, params)
 
     def _prepare(self, frame: Frame) -> None:
-        """Add the bias, norm, rotate and store; the frame holds what attention takes then."""
+        """Add the bias, norm, rotate and store. Afterwards the frame holds attention's inputs."""
         query, key, value, params = frame.query, frame.key, frame.value, frame.params
         rotation = self.rotation if params.rotate else None
         if params.rotate and rotation is None:
@@ -129,7 +129,7 @@ class Store(Op):
             new = replace(new, key=key[: self.keys_reach], value=value[: self.keys_reach])
         query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
         frame.query, frame.key, frame.value = query.to(dtype), None, None
-        if not cached:  # else nothing is stored: the cache holds the keys already
+        if not cached:  # a cache would hold the keys already
             assert key is not None and value is not None
             frame.key, frame.value = key.to(dtype), value.to(dtype)
 
@@ -164,7 +164,7 @@ class Store(Op):
 
 
 def claimed_rotation(group: LayerGroup, store: StoreBackend) -> RunRotated:
-    """Return what norms, rotates and stores: the store where it claims so, else core's operators."""
+    """Return the op that norms, rotates and stores: the store's, if it claims so, or core's operators."""
     info, spec = group.selection.backend("store"), group.spec
     assert info is not None
     if rotates(info.capabilities, spec):

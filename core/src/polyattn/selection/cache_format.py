@@ -189,7 +189,7 @@ def share_cache(
 
 
 def _of_pages(spec: LayerSpec, layout: str | None) -> SharedCache | Rejection:
-    """Return a sparse layer's cache: kernels are given views of it, pages of one head and token order."""
+    """Return a sparse layer's cache. Kernels get views of it: pages of one head, in token order."""
     if layout == "contiguous":
         return Rejection(
             "layout", "contiguous", "NHD, HND", "a sparse layer reads pages; unset the layout"

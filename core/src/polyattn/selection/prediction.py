@@ -148,7 +148,7 @@ class Form(NamedTuple):
 
 
 def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
-    """Return what gives a call's microseconds on the device. Each decode of an engine asks."""
+    """Return a function for a call's microseconds on the device. It runs at each decode of an engine."""
     launch, item, byte, chain, product, token = weights
     overlap, whole, by_run, deal = form
 
@@ -169,7 +169,7 @@ def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
 
 
 def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, float]:
-    """Return the microseconds of each term, by the names of `TERMS`; 0 of what another one hides."""
+    """Return the microseconds of each term, by the names of `TERMS`; 0 for a hidden term."""
     values = {}
     for index, term in enumerate(TERMS):
         alone = [0.0] * len(TERMS)

@@ -147,7 +147,7 @@ def _integration_modules() -> frozenset[str]:
 
 
 def _status(pid: int) -> list[str]:
-    """Return what the kernel says of a process, from its state on; empty where that isn't known."""
+    """Return the kernel's fields of a process, from its state on; empty if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

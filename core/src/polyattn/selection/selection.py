@@ -209,12 +209,12 @@ class Selection:
 
     @property
     def spec(self) -> LayerSpec:
-        """The layer that was asked about."""
+        """The layer of the request."""
         return self.decision.spec
 
     @property
     def device(self) -> Device:
-        """The device that was asked about."""
+        """The device of the request."""
         return self.decision.device
 
     @property

@@ -122,7 +122,7 @@ class StepChoice:
             self._part("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):
-            return apart  # what was not measured can't be compared
+            return apart  # an unmeasured time can't be compared
         pair = apart[0].prices[apart[0].name]
         candidates = self.predictor.among("mixed", self._mixing)
         if not candidates:

@@ -223,7 +223,7 @@ def _named(
     if override is None:
         return None
     if phase in SERVICES and phase not in override.scope:
-        return None  # a name for the attention says nothing of stores and merges
+        return None  # a name for the attention doesn't apply to stores and merges
     kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"

@@ -59,7 +59,7 @@ class CacheWindow:
 
     @classmethod
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
-        """Return what a layer's cache may drop.
+        """Return the keys that a layer's cache may drop.
 
         A cache keeps everything if the removed tokens would change the others. Sink tokens under ALiBi
         or chunks do so, because their places count, and so do rotations that depend on the whole

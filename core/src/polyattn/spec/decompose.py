@@ -267,7 +267,7 @@ def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 def _grouped(specs: Sequence[LayerSpec], index: int) -> LayerSpec:
-    """Return what a layer that reads another's keys computes: what its source does."""
+    """Return the spec of a layer that reads another's keys: its source's."""
     source = specs[index].kv_source
     own = specs[index].replace(kv_source=None)
     if source is not None and source < index and own.chooses and own.indexer is None:
@@ -294,7 +294,7 @@ def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
 
 
 def choice_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int | None, ...]:
-    """Return for each of `layers` the index of the layer whose indexer chooses for it; None: nobody's.
+    """Return for each of `layers` the index of the layer whose indexer chooses for it, or None.
 
     That is the layer itself, or the nearest one before it that has an indexer.
     """

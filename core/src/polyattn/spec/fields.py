@@ -50,7 +50,7 @@ FIELDS_ELSEWHERE = {
 
 
 def no_field(of: str, name: str, known: Collection[str]) -> str:
-    """Say that there is no such field, and what it is called here."""
+    """Return the error for an unknown field, with its name here."""
     here = FIELDS_ELSEWHERE.get(name, "")
     hint = (
         f"; polyattn calls it {here}" if here.partition(",")[0].partition("=")[0] in known else ""
@@ -71,7 +71,7 @@ def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, or from what is `derived`, as JSON values."""
+    """Return the fields that differ from their defaults, or from `derived` values, as JSON values."""
     out: dict[str, Any] = {}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)

@@ -19,11 +19,11 @@ SPECIFIED = {
     "variant": None,
     "mask": None,
 }
-"""What `batch_invariant="machines"` needs: of nothing else the bits are specified."""
+"""The fields that `batch_invariant="machines"` requires. Only their bits are specified."""
 
 
 def check_invariance(fields: Mapping[str, Any]) -> None:
-    """Raise `SpecError` where what a layer computes itself depends on what its bits must not."""
+    """Raise `SpecError` if a layer's own computation depends on something that its bits must not."""
     level = fields["batch_invariant"]
     name, rope, cached = level.name.lower(), fields["rope"], fields["kv_cache_dtype"]
     if level < Invariance.STEPS:

@@ -18,7 +18,7 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 """What engines and torch call a dtype, and its name here."""
 SCALES = ("number", "tensor", "head")
-"""How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
+"""The forms of a layer's scales: numbers, tensors of one element, tensors of one for each KV head."""
 WORDS = {
     "dtype": DTYPES,
     "qkv_dtype": QUANTISED_DTYPES,

@@ -1,4 +1,4 @@
-"""What does the layer compute? `LayerSpec` says everything that can change which kernel is right."""
+"""`LayerSpec`: what a layer computes, with everything that can change which kernel is right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from polyattn.spec.variant import MASKS, NAME
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer of attention, or of what is in its place: frozen, hashable, no tensors, JSON round trip.
+    """One layer of attention, or of a recurrence: frozen, hashable, no tensors, JSON round trip.
 
     Sizes are in elements, windows in tokens. A window, a chunk and sink tokens count up to 2^29, the
     longest sequence; a larger value is stored as that one.
@@ -191,7 +191,7 @@ class LayerSpec:
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         _check_relations(self)
         if self.window_right is not None and self.window_right + 1 == self.sliding_window:
-            set_(self, "window_right", None)  # what the window means anyway
+            set_(self, "window_right", None)  # the window's own meaning
         # The spec is the key of every look-up on the way to a kernel, so hash it once.
         set_(self, "_hash", hash(tuple(self._values().values())))
 
@@ -215,7 +215,7 @@ class LayerSpec:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The names in `spec.features.FEATURES` that the layer asks for."""
+        """The names in `spec.features.FEATURES` that the layer needs."""
         rope = self.rope if self.rope is not None and self.rope.positions == "cache" else None
         asks = {
             "causal": self.causal,
@@ -256,7 +256,7 @@ class LayerSpec:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of what the cache holds: `kv_cache_dtype`, or the model's."""
+        """The dtype of the cache's content: `kv_cache_dtype`, or the model's."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
@@ -371,7 +371,7 @@ class LayerSpec:
         return list(model_reader().layer_specs(config, assume=assume, **options))
 
     def __str__(self) -> str:
-        """One line that a log can carry: what is unusual about the layer, not every field."""
+        """Return one line for logs: the layer's unusual fields only."""
         heads = _either(self.num_heads, self.num_kv_heads)
         sized = f"{heads} heads of {_either(self.head_size, self.v_head_size)}"
         if self.kind.is_recurrent and self.head_size == 1:
@@ -415,9 +415,9 @@ _ENUMS: dict[str, type[Enum]] = {
 }
 _SATURATED = dict.fromkeys(("sliding_window", "chunk_size", "sink_tokens"), LONGEST)
 _SATURATED["window_right"] = LONGEST - 1
-"""What says "all keys" in each field; more of it means the same."""
+"""The value of each field from which on it means "all keys"."""
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
-"""What says that a field was left out."""
+"""The mark of a field that was left out."""
 
 
 def _either(one: int, other: int) -> str:
@@ -667,7 +667,7 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
 
 
 def _check_indexer(spec: LayerSpec, indexer: IndexerSpec) -> None:
-    """What an indexer chooses is what the layer's choice means. Raises `SpecError`."""
+    """Check that an indexer's choice has the layer's form. Raises `SpecError`."""
     if spec.sparse is None:
         raise SpecError(f"kind={spec.kind.value!r} attends to no choice of keys; leave indexer out")
     if spec.sparse.physical:

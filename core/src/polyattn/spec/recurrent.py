@@ -68,7 +68,7 @@ class RecurrentSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """The names in `spec.features.RECURRENT` that the layer asks for."""
+        """The names in `spec.features.RECURRENT` that the layer needs."""
         asks = {
             "gated": self.gated,
             "grouped_channels": self.channel_groups > 1,

@@ -192,7 +192,7 @@ INDEX_FORMS = {
     "index_fp8_e4m3": "index keys in e4m3",
     "index_fp8_scaled": "index keys in e4m3 with a scale each",
 }
-"""What an indexer's backend must claim, with what it means; every one has all else."""
+"""Features that an indexer's backend must claim, each with its meaning. All backends have the rest."""
 INDEX_CACHES = ("auto", "fp8_e4m3", "fp8_scaled")
 ACTIVATIONS = ("relu", "none")
 FOLDS = ("weighted", "sum", "none")

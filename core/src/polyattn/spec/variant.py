@@ -177,7 +177,7 @@ class AttentionVariant:
             raise SpecError(f"AttentionVariant.softmax={shown(self.softmax)} must be True or False")
         if not isinstance(self.inputs, Mapping):
             raise SpecError(f"AttentionVariant.inputs={shown(self.inputs)} must map names to types")
-        object.__setattr__(self, "inputs", dict(self.inputs))  # what was checked must not change
+        object.__setattr__(self, "inputs", dict(self.inputs))  # checked values must not change
         for name in self.inputs:
             if not (isinstance(name, str) and name.isidentifier()):
                 raise SpecError(f"inputs: {shown(name)} can't be an argument's name")
@@ -221,7 +221,7 @@ class AttentionVariant:
         return names
 
     def _check_alone(self) -> None:
-        """Linear attention has neither scores nor what else a variant changes."""
+        """Refuse linear attention, which has neither scores nor anything else that a variant changes."""
         others = [name for name in FUNCTIONS[:-1] if getattr(self, name) is not None]
         others += [name for name in ("inputs", "sources") if getattr(self, name)]
         if others:

@@ -44,11 +44,11 @@ class AttendingWorkload(Workload):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """The scales of what is stored."""
+        """The scales of the stored numbers."""
         return self.layer.params.k_scale, self.layer.params.v_scale
 
     def exact(self, out: Tensor) -> Tensor:
-        """Return what an output stands for."""
+        """Return the numbers that an output encodes."""
         return out
 
     def entries(self, lengths: Lengths) -> list[int]:
@@ -103,7 +103,7 @@ class AttendingWorkload(Workload):
         return work
 
     def others(self, requests: Sequence[int]) -> dict[str, Any]:
-        """Return what else some requests have, by attribute."""
+        """Return some requests' further attributes."""
         return {}
 
     @abstractmethod

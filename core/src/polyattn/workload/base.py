@@ -82,7 +82,7 @@ class Workload(ABC):
 
     @abstractmethod
     def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
-        """Yield what the last run gave, its error, and the error that is allowed; of some `rows`."""
+        """Yield each result of the last run, its error and the allowed error; of some `rows`."""
 
     @abstractmethod
     def check_memory(self) -> None:
@@ -137,7 +137,7 @@ class Workload(ABC):
         return other
 
     def remembered(self) -> Self:
-        """Compute what the step must give and hold, while its cache still is as before it."""
+        """Compute the step's right results and cache, before the step changes the cache."""
         _ = self.held, self.expected
         return self
 
@@ -159,7 +159,7 @@ class Workload(ABC):
     def check(self, label: str = "", plan: StepPlan | None = None) -> Tensor:
         """Run, compare, and look at what must not change; returns the output.
 
-        Raises `AssertionError`, which says what is wrong.
+        Raises `AssertionError`, which names the difference.
         """
         batch = {name: getattr(self.batch, name) for name in BATCH}
         read = self.tensors() | {n: t for n, t in batch.items() if t is not None}

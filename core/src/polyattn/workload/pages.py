@@ -1,4 +1,4 @@
-"""What does a workload's cache hold? What steps stored before, and NaN, or numbers, everywhere else."""
+"""A workload's cache: keys of earlier steps, and NaN or numbers everywhere else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fill(cache: KVCache, generator: torch.Generator | None = None) -> None:
 
 
 def copied(cache: KVCache) -> KVCache:
-    """Return what a cache holds, in memory of its own."""
+    """Return a copy of a cache's content."""
     key = cache.key.clone()
     value = key[..., : cache.value.shape[3]] if cache.value_in_key else cache.value.clone()
     return KVCache(key, value, cache.format if cache.format.rows else None)
@@ -108,7 +108,7 @@ def alike(rows: Tensor, right: Tensor, format: RowFormat, size: int) -> Tensor:
 
 
 def same_cache(now: KVCache, held: KVCache, slots: Tensor | None) -> None:
-    """Assert that a cache holds what it must; of what was quantised, to the last but one bit."""
+    """Assert that a cache has the right content; quantised numbers may differ in the last bit."""
     written = torch.zeros(now.key.shape[:2], dtype=torch.bool, device=now.key.device)
     if slots is not None and now.key.dtype.itemsize == 1:
         written.view(-1)[slots[slots >= 0]] = True

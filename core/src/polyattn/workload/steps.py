@@ -81,7 +81,7 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
 
 
 def reaching(spec: LayerSpec, block: int) -> list[tuple[int, int]]:
-    """Return a step beyond a layer's window, chunk and kept tokens, some of it in several tiles."""
+    """Return a step beyond a layer's window, chunk and sink tokens, some of it in several tiles."""
     rows = [(1, 1), (1, 300), (37, 50), (133, 133)]
     seen = (spec.sliding_window or 0) + spec.sink_tokens
     far = max(seen, spec.chunk_size or 0)

@@ -40,7 +40,7 @@ it), and a mantissa m is as frequent as 1/m (the mean of 1/m^2 is 3/(8 ln 2)).""
 
 
 def fp8_compute(spec: LayerSpec) -> Tolerance:
-    """Return what a layer is held to whose queries and weights are rounded to e4m3 as well.
+    """Return the tolerance of a layer that rounds queries and weights to e4m3 as well.
 
     A logit is `scale` times a sum of `head_size` products, and the query's rounding moves each of them by
     `E4M3` of itself: the logit of normal numbers by `E4M3 * scale * sqrt(head_size)`, which is `E4M3` at
@@ -118,7 +118,7 @@ def of_sum(spec: LayerSpec, offset: float) -> float:
 
 
 def tolerance_of(spec: LayerSpec, offset: float = 0.0) -> Tolerance:
-    """Return what a layer's results are held to. `offset`: what all logits lie near.
+    """Return the tolerance of a layer's results. `offset`: all logits lie near it.
 
     A row that two keys share moves by half the difference of its logits' errors, as in `fp8_compute`. In
     300 random steps, heads of 64 and an offset of 100, a kernel that adds product after product in

@@ -83,7 +83,7 @@ def said(what: str, error: float, allowed: float) -> str:
 
 
 def steps(spec: LayerSpec, phase: str, block: int) -> Lengths:
-    """Return a small step of a phase that reaches beyond its layer's window, chunk and kept tokens.
+    """Return a small step of a phase that reaches beyond its layer's window, chunk and sink tokens.
 
     Of a prefill, one sequence's queries begin before those end, where keys lie to the right as well.
     """

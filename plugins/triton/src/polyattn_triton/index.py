@@ -272,7 +272,7 @@ class TritonIndex(IndexBackend):
 
 
 def _budgets(spec: IndexerSpec, batch: Batch, rows: slice) -> Tensor:
-    """Return each token's budget where it is a part of what the token sees, else any tensor."""
+    """Return each token's budget if it is a fraction of the visible entries, or else any tensor."""
     if not isinstance(spec.budget, float):
         return batch.query_start_loc
     _, positions, ends = (each[rows] for each in token_places(batch))

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does for nobody: kernels run in about half of its time.
+"""Triton's interpreter without work that has no effect: kernels run in about half of its time.
 
 Each call of a device function goes through all names of `triton.language` for what to patch, and
 finds that its launch did so. Each sum of int32 numbers is computed again as int64, for an assertion

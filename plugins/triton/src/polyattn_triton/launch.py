@@ -87,7 +87,7 @@ class Merge(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Whether parts are few: what a compiled kernel depends on, beside `wide` and `alike`."""
+        """Whether parts are few: a compiled kernel depends on it, beside `wide` and `alike`."""
         return not self.alike and self.parts <= FEW_PARTS
 
     @property
@@ -165,12 +165,12 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
 
 
 def staged(size: int, device: torch.device) -> Tensor:
-    """Return a place on the host, int32 (size,), for what is planned: `sent` doesn't wait for it."""
+    """Return a host buffer, int32 (size,), for a plan's numbers; `sent` doesn't wait for it."""
     return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0) -> Tensor:
-    """Copy what was planned to the device without waiting for it, into a buffer that is there.
+    """Copy a plan's numbers to the device without waiting, into an existing buffer.
 
     A new buffer has `room` elements at least, for what later steps plan into it.
     """
@@ -185,7 +185,7 @@ def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0)
 def to_device(
     array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
 ) -> Tensor:
-    """Copy what was planned elsewhere, likewise."""
+    """Copy a plan's numbers that lie elsewhere, likewise."""
     host = staged(len(array), device)
     host.numpy()[:] = array
     return sent(host, device, into, room)
@@ -217,7 +217,7 @@ class Workspace:
 
 
 def _listening() -> bool:
-    """Whether a profiler is told of launches."""
+    """Whether a profiler listens to launches."""
     runtime = knobs.runtime
     return bool(
         getattr(runtime.launch_enter_hook, "calls", True)
@@ -242,7 +242,7 @@ _compiling: ContextVar[list[Any] | None] = ContextVar("polyattn_triton_compiling
 
 @contextmanager
 def compiling_only(compilers: Compilers) -> Iterator[list[Any]]:
-    """Have sites compile what they would launch for the first time, list it, and launch nothing."""
+    """Make sites compile and list their first launches, without launching them."""
     asked: list[Any] = []
     token = _compiling.set(asked)
     try:
@@ -253,7 +253,7 @@ def compiling_only(compilers: Compilers) -> Iterator[list[Any]]:
 
 
 def load(kernels: Iterable[Any]) -> None:
-    """Load what was compiled on the current device, with what launches it: no first step waits for that.
+    """Load compiled kernels and their launchers on the current device, so that no first step waits.
 
     What doesn't fit on the device is told, and fails where a step asks for it.
     """

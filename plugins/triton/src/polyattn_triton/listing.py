@@ -63,7 +63,7 @@ class Lister:
             return None
         lists = torch.zeros((count, heads, width + AROUND), dtype=torch.int32, device=self.device)
         inputs = table(self.masks.trace, batch.seq_index, {**batch.inputs, **self.captured})
-        # Heads of one token see the same, unless a mask asks for the head.
+        # Heads of one token see the same keys, unless a mask reads the head.
         height = 1 if batch.max_query_len == 1 and not self.masks.by_head else config.block_m
         key = (spec.causal, height, config.block_n)
         site = self._sites.get(key)

@@ -73,7 +73,7 @@ RATES = Rates(item=2, least=2)
 ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
 FEW_HEADS_RATES = Rates(item=1, least=0)
-"""And of its kernels for few heads, of which another program runs meanwhile."""
+"""The same for its kernels for few heads, beside which another program runs."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -321,7 +321,7 @@ class Kernels:
 
 
 def latent_boxes(key: Tensor, box: int) -> tuple[Any, Any, int] | None:
-    """Return what copies so many rows of latents' columns and of what is rotated, and a block's rows."""
+    """Return copies of so many rows of latents' columns and of rotated columns, and a block's rows."""
     widths = (HALF, ROPE)
     if key.dtype.itemsize == 1:
         if any(stride % 2 for stride in key.stride()[:-1]) or key.storage_offset() % 2:
@@ -414,7 +414,7 @@ class TritonMLASparse(SparseBackend):
         return self.kernels.plan(batch, Tiles(seq, row, keys), 0, reuse)
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
-        """Return what is read of each token's choice: its places are the keys of a sequence."""
+        """Return the reads of each token's choice, whose places are the keys of a sequence."""
         assert isinstance(plan, LatentPlan)
         kernels, count = self.kernels, batch.num_tokens
         spec = self.spec.replace(kind="mla", sparse=None)

@@ -129,7 +129,7 @@ class PlannedAttention(AttentionBackend):
         least = -(-(asked or 0) // self.few_config.block_n)
         self.decode_rates = Rates(RATES.item, max(RATES.least, least))
         self.chip = chip_of(self.places, spec.num_kv_heads, self.in_rows)
-        self.on_one = 0  # what a tuner sets instead of what is planned
+        self.on_one = 0  # a tuner's override of the plan
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
         self.quantized = storage_dtype(spec.stored_dtype).itemsize == 1
@@ -176,7 +176,7 @@ class PlannedAttention(AttentionBackend):
         return plan
 
     def _keep(self, plan: AttentionPlan) -> None:
-        """Collect what a plan's launches have in common, once all of it is planned."""
+        """Collect the common arguments of a plan's launches, after planning."""
         batch, table = plan.batch, plan.batch.block_table
         space, none, starts = self.spaces[plan.beside], self._none, batch.query_start_loc
         table = table if table is not None else none
@@ -272,7 +272,7 @@ class PlannedAttention(AttentionBackend):
         self._deal(plan, line, None, before)
 
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
-        """A program for each sequence, KV head and split; which keys are whose says the device."""
+        """A program for each sequence, KV head and split. The device assigns the keys."""
         count, heads = plan.batch.num_seqs, self.spec.num_kv_heads
         if count * heads * splits > FEW_ON_ONE * self.places:
             plan.config = self.decode_config

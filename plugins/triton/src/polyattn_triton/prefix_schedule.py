@@ -45,7 +45,7 @@ class Shape:
         return self.config.tall // self.group
 
     def costs(self, count: Ints) -> Ints:
-        """Return what a key tile costs for so many query tokens."""
+        """Return the cost of a key tile for so many query tokens."""
         small = count * self.group <= self.small
         us: Ints = np.where(small, self.config.small_us, self.config.tall_us)
         return us
@@ -235,7 +235,7 @@ def room_for(rows: int, programs: int, shape: Shape) -> Room:
 def work_of(
     tiles: Tiles, pieces: Pieces, shape: Shape, rows: int, programs: int, room: Room | None = None
 ) -> PrefixWork:
-    """Lay out what the kernels read for `rows` query tokens."""
+    """Lay out the kernels' work list for `rows` query tokens."""
     group, block = shape.group, shape.config.block_n
     count = tiles.count[pieces.tile]
     ends = np.cumsum(count)

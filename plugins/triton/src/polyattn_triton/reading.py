@@ -189,7 +189,7 @@ def room_of(tensors: tuple[Tensor, ...], width: int) -> int:
 
 
 def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Reads:
-    """Return what a plan of TRITON_ATTN reads of a step."""
+    """Return the reads of a plan of TRITON_ATTN."""
     if plan.chosen:  # pages that a mask chooses are a step of their own
         batch = plan.batch
     spec = backend.spec_of(batch).replace(mask=None) if plan.chosen else backend.spec_of(batch)
@@ -380,7 +380,7 @@ def _of_splits(
 
 
 def prefix_reads(launcher: PrefixLauncher, plan: PrefixPlan, batch: Batch) -> Reads:
-    """Return what a launch over shared keys reads: `prefix_kernel`, then `merge_parts_kernel`."""
+    """Return the reads of a launch over shared keys: `prefix_kernel`, then `merge_parts_kernel`."""
     spec = launcher.spec
     faults: list[str] = []
     work = Work(plan.work, faults)

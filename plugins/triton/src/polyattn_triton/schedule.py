@@ -156,7 +156,7 @@ class Stretches(NamedTuple):
     def work(
         self, tiles: Tiles | None = None, into: NDArray[np.int32] | None = None
     ) -> NDArray[np.int32]:
-        """Return what the kernels read, int32: header, columns, the line, sequences, first rows.
+        """Return the kernels' work list, int32: header, columns, the line, sequences, first rows.
 
         Without `tiles` a tile is a sequence, its first row 0, and those are left out. `into`: where it
         is written, `size` numbers.
@@ -356,7 +356,7 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
 
 
 def fullest(costs: Ints, heads: int, at_once: int, programs: int) -> int:
-    """Return when the last program ends, to each of which the device gives the next tile when it is free.
+    """Return the end of the last program, if the device gives each free program the next tile.
 
     Each KV head has tiles of these `costs`, the longest first; `at_once` heads' tiles take turns, then
     the next heads' begin.

@@ -18,7 +18,7 @@ from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.launch import Launcher, multiprocessors, to_device
 
 SCHEDULERS = 4
-"""Of a multiprocessor, each of which runs programs of one warp."""
+"""Of a multiprocessor, with programs of one warp."""
 ON_ONE = (1, 2)
 """How many of them share a scheduler where sequences are cut to pieces."""
 LEAST_PIECE = 64

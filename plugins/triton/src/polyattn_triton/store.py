@@ -40,7 +40,7 @@ def write_kernel(
     LATENT: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values at its slot; a latent's value is its key's. Grid: (tokens,)."""
-    if EARLY:  # this was scheduled while what makes the keys ran
+    if EARLY:  # scheduled while the kernel that makes the keys ran
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token)
@@ -86,7 +86,7 @@ class TritonStore(StoreBackend):
             self.writers = key, value
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what the writers read, copied to the device once."""
+        """Return the writers' inputs, copied to the device once."""
         if self.tables is None:
             assert self.writers is not None
             self.tables = self.writers[0].table(device), self.writers[1].table(device)
@@ -149,7 +149,7 @@ class TritonStore(StoreBackend):
         if cache.key.dtype != torch.uint8:
             by = SCALES[self.spec.scales]
             return rotate_and_store(plan, rotation, new, cache, params, keep, by)
-        # Pairs lie apart in blocks of four bits: here torch rotates, and what is stored rounds once.
+        # Pairs lie apart in blocks of four bits. Here torch rotates, and stored numbers round once.
         dtype = new.query.dtype
         query, key, value = prepared(new, rotation)
         assert key is not None and value is not None

@@ -1,4 +1,4 @@
-"""What are kernels given that rotate keys as they load them (`cache_rope`)? Constants and a table."""
+"""Arguments of kernels that rotate keys as they load them (`cache_rope`): constants and a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRINGS = {"neox": 1, "gptj": 2}
 
 
 def rope_constants(spec: LayerSpec, at: int) -> tuple[int, int, int]:
-    """Return what the kernels know of keys' rotation: the pairing, the elements, where the table is.
+    """Return the kernels' arguments for keys' rotation: the pairing, the elements, the table's address.
 
     `at`: which of the functions' inputs is the table's address. Zeros: keys aren't rotated.
     """

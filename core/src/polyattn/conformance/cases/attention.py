@@ -68,7 +68,7 @@ UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", 
 
 
 def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
-    """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised.
+    """Return the fields that a feature sets on a base spec. Without a cache, inputs are quantised.
 
     Features of 8 bits need a cache that is claimed.
     """

@@ -33,7 +33,7 @@ def functions(case: Case, harness: Harness) -> None:
 
 
 def refusal(case: Case, harness: Harness) -> None:
-    """What isn't claimed is refused, with a rejection that says what and why."""
+    """An unclaimed feature is refused, with a rejection that names it and the reason."""
     with pytest.raises(SelectionError) as caught:
         harness.select(case.spec)
     assert "wanted" in str(caught.value) and "supported" in str(caught.value)

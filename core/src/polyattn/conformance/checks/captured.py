@@ -39,7 +39,7 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
 def mixed_refills(
     harness: Harness, layer: Any
 ) -> Iterator[tuple[AttentionWorkload, Tensor, Tensor | None]]:
-    """Yield mixed steps with what a captured plan of the layer gives, as `refills` does."""
+    """Yield mixed steps with a captured plan's results, as `refills` does."""
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
@@ -143,7 +143,7 @@ def reuse(case: Case, harness: Harness) -> None:
 def refills(
     case: Case, harness: Harness, layer: Any
 ) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
-    """Yield several steps with what a captured plan of the layer gives after each was planned into it."""
+    """Yield several steps, each with the results of one captured plan after planning the step into it."""
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None

@@ -41,7 +41,7 @@ Piece = tuple[int, int, int]
 
 
 def same_bits(result: Tensor, expected: Tensor, what: str) -> None:
-    """Assert that no bit differs; says how many elements do."""
+    """Assert that no bit differs. The error counts the elements that do."""
     differ = int((bits(result) != bits(expected)).sum())
     if differ:
         most = float((result.double() - expected.double()).abs().max())

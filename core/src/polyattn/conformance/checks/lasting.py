@@ -92,7 +92,7 @@ def wide_table(case: Case, harness: Harness) -> None:
 
 
 def far_blocks(case: Case, harness: Harness) -> None:
-    """Blocks lie beyond the 2^31st element of a cache; what isn't used takes no memory on a CPU."""
+    """Blocks lie beyond the 2^31st element of a cache. On a CPU unused pages take no memory."""
     group = harness.group(case.spec)
     form = group.cache_format
     assert form is not None

@@ -53,7 +53,7 @@ GRID_LENGTHS = {
 
 
 def published(case: Case, harness: Harness) -> None:
-    """A layer as a published model has it, beyond its window, its chunk and its kept tokens.
+    """A layer of a published model, in steps beyond its window, its chunk and its sink tokens.
 
     The same with the LSE where it had none, or without it, in a few rows.
     """
@@ -85,7 +85,7 @@ def combined(case: Case, harness: Harness) -> None:
 
 
 def masks(case: Case, harness: Harness) -> None:
-    """Windows, kept tokens, chunks and slopes in a grid, drawn in any order until the budget is spent."""
+    """Windows, sink tokens, chunks and slopes in a grid, drawn in any order within the budget."""
     end, looked_at = time.monotonic() + harness.budget, 0
     every = list(product(*GRID.values()))
     heads = [dict(zip(("num_heads", "num_kv_heads"), pair, strict=True)) for pair in HEADS]
@@ -279,7 +279,7 @@ def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:
 def _layer_of(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
     try:
         return base.replace(**fields)
-    except SpecError:  # kept tokens without a window
+    except SpecError:  # sink tokens without a window
         return None
 
 

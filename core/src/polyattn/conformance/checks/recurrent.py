@@ -320,7 +320,7 @@ def recurrent_mixed_graph(case: Case, harness: Harness) -> None:
 
 
 def _room(batch: Batch, padding: int) -> tuple[StepSize, int]:
-    """Return what a captured step has room for, and its longest row: a batch and rows of padding."""
+    """Return a captured step's capacity, and its longest row: a batch and rows of padding."""
     moves = batch.state_targets is not None
     size = StepSize(batch.num_seqs + padding, batch.max_query_len, state_targets=moves)
     return size, batch.max_seq_len

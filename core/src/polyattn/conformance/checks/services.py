@@ -19,7 +19,7 @@ STATES = 1e-5
 
 
 def store(case: Case, harness: StoreHarness) -> None:
-    """Each kept token lies in its slot, bit for bit; nothing else changed; -1 skips."""
+    """Each stored token lies in its slot, bit for bit. Nothing else changes; -1 skips."""
     layout = next((form for form in LAYOUTS if case.label.endswith(form)), None)
     group, backend = harness.store(case.spec, layout)
     for packed in (False, True):
@@ -80,7 +80,7 @@ def store_ties(case: Case, harness: StoreHarness) -> None:
 
 
 def merge(case: Case, harness: MergeHarness) -> None:
-    """A part joins a total in place; -inf on either side, or on both, says that no key was seen.
+    """A part joins a total in place. -inf on either side, or on both, means that no key was visible.
 
     The total is float32, or of the layer's dtype.
     """
@@ -128,7 +128,7 @@ def merge_error(total: Tensor, expected: Tensor, expected_lse: Tensor, merges: i
 
 
 def over_all(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The definition in float64: outputs weighted by what each part's softmax summed to."""
+    """The definition in float64: outputs weighted by the sum of each part's softmax."""
     outs = torch.stack([out.cpu().double() for out, _ in parts])
     lses = torch.stack([lse.cpu().double() for _, lse in parts])
     lse = torch.logsumexp(lses, 0)

@@ -86,7 +86,7 @@ CHECKS: dict[str, tuple[type[Harness], Check]] = {
 def run_case(
     case: Case, backend: str, device: Device, seed: int, budget: float = 5.0
 ) -> tuple[int, int]:
-    """Run one case of `backend`; an `AssertionError` says what is wrong.
+    """Run one case of `backend`. An `AssertionError` names the mistake.
 
     Returns how many plans its steps had, and how many of them the checker of plans could read.
 
@@ -100,5 +100,5 @@ def run_case(
         check(case, harness)
         return sum(c.plans for c in harness.checks), sum(c.checked for c in harness.checks)
 
-    load_object(discover().backend(backend).path)  # what an import changes isn't the step's
+    load_object(discover().backend(backend).path)  # changes by an import don't count as the step's
     return runs_alone(run)

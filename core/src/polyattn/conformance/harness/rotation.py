@@ -95,7 +95,7 @@ class RotationHarness(StoreHarness):
         plan: StorePlan | None = None,
         label: str = "",
     ) -> None:
-        """Rotate and store; look at the query, the kept keys and values, and every slot."""
+        """Rotate and store. Check the query, the stored keys and values, and every slot."""
         new, cache = step.new, step.cache
         assert new.key is not None and new.value is not None
         named = {"query": new.query, "key": new.key, "value": new.value, "bias": new.bias}
@@ -159,7 +159,7 @@ class RotationHarness(StoreHarness):
         own = OWN_ERRORS if dtype != torch.float64 else 1e-14
         factor = of_heads(scale, exact.shape[1])
         exact = exact / (factor.cpu().double() if isinstance(factor, Tensor) else factor)
-        # Of a head as it was rotated: what is saturated afterwards was off by as much.
+        # Relative to the head before saturation, because saturated numbers had the same error.
         largest = exact.abs().amax(-1, keepdim=True)
         if dtype.itemsize == 1:
             limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max

@@ -122,7 +122,7 @@ class StoreHarness(Harness):
             elsewhere = wrong.clone()
             elsewhere[at] = False
             assert not elsewhere.any(), f"{label}{self.backend} wrote a {name} where no slot is"
-            if stored.dtype == torch.uint8:  # rows of bytes, which nothing else rounds to
+            if stored.dtype == torch.uint8:  # rows of bytes have one valid rounding
                 if name == "value" and new.cache.value_in_key:
                     continue  # it is the key's
                 format = rows_of(new.cache.format.dtype)[name == "value"]

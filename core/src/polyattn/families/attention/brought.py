@@ -17,7 +17,7 @@ from polyattn.workload.steps import Lengths, lens_of
 
 @dataclass(frozen=True)
 class Brought:
-    """What sequences bring to their step: masks, and what a variant's functions read.
+    """Sequences' own inputs of a step: masks, and inputs of a variant's functions.
 
     - `kind`: of the masks, as `LayerSpec.mask` has it.
     - `bits`: of each sequence its mask, over its new tokens or all its keys (`over`).
@@ -35,7 +35,7 @@ class Brought:
 
     @classmethod
     def of(cls, spec: LayerSpec, lengths: Lengths, dice: Dice, page: int | None) -> Brought:
-        """Draw what a step's sequences bring: half of the keys, or of the blocks.
+        """Draw the inputs of a step's sequences: half of the keys, or of the blocks.
 
         `page`: a block is so many keys, seen by four queries.
         """

@@ -83,7 +83,7 @@ def norm_weights(
 ) -> dict[str, Weight]:
     """Return the weights `q_norm` and `k_norm` of a layer that norms, by name; none of one that doesn't.
 
-    `rotate`: as the layer was told. Raises `SpecError`.
+    `rotate`: the layer's argument. Raises `SpecError`.
     """
     norm = spec.qk_norm
     passed = {name: weight for name, weight in weights.items() if weight is not None}

@@ -297,7 +297,7 @@ class Attention(Layer):
         cache: KVCache | None,
         out: Tensor | None,
     ) -> None:
-        """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
+        """Check what the step doesn't: the cache's form, inputs, addresses, values."""
         if cache is not self._known_cache:
             check_tensor("query", query, step.device)
             self._check_cache(cache)

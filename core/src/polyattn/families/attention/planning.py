@@ -77,7 +77,7 @@ class Chooser:
             members, info = self.phases[phase], selection.backend(phase)
             if info is None:
                 continue
-            # Keys that are given whole are the chosen one's at every step.
+            # Keys that are passed whole go to the selected backend at every step.
             others = candidates.get(phase, ()) if group.spec.cached else ()
             for other in (info, *(c for c in others if c.name in known)):
                 if other.name not in members:
@@ -232,7 +232,7 @@ class AttentionStep(StepPlan):
         self.lse_shape = torch.Size((tokens, spec.num_heads))
         self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         self._alike = planner.alike
-        # The new tokens' keys and values; None where they are given whole.
+        # The new tokens' keys and values, or None if keys are passed whole.
         self.key_shape = self.value_shape = None
         if spec.cached:
             self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
@@ -248,7 +248,7 @@ class AttentionStep(StepPlan):
         out: Tensor | None,
         lse: Tensor | None,
     ) -> Tensor:
-        """Check what was given and run. Returns the output, `out` where given; writes `lse`.
+        """Check the arguments and run. Returns the output (`out`, if passed); writes `lse`.
 
         Query, key and value may come in rows, (num_tokens, heads * size), and so may `out`. The cache's
         form is the caller's to check: it is the same at every step. Raises `BatchError`.
@@ -280,7 +280,7 @@ class AttentionStep(StepPlan):
             key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
-        # Kernels step by tokens and heads; what has gaps within a head is copied.
+        # Kernels stride by tokens and heads. Tensors with gaps within a head are copied.
         if query.stride()[2] != 1:  # quicker than stride(2)
             query = query.contiguous()
         if (
@@ -317,7 +317,7 @@ class AttentionStep(StepPlan):
         return key, value
 
     def _check_given(self, key: Tensor, value: Tensor) -> None:
-        """Keys that are given whole: at least as many as the batch's sequences reach."""
+        """Check keys that are passed whole: at least as many as the batch's sequences reach."""
         spec, dtype = self.group.spec, self.dtype
         tokens = max(key.shape[0], self.before.keys_reach)
         for name, tensor, size in (
@@ -340,7 +340,7 @@ class AttentionStep(StepPlan):
 
 
 class Planner(StepPlanner):
-    """Plans for attention over a cache, or over keys and values that are given."""
+    """Plans attention over a cache, or over keys and values that are passed whole."""
 
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec

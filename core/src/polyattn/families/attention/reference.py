@@ -59,7 +59,7 @@ def attend(
     seq: int = 0,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend for one sequence, keys and values given in full.
+    """Attend for one sequence, with all of its keys and values.
 
     `query` (queries, num_heads, head_size); `key`, `value` (keys, num_kv_heads, size). Returns
     the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
@@ -209,7 +209,7 @@ def _transformed(
     seq: int,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Transform a sequence's queries, and keys and values where they are given and not cached.
+    """Transform a sequence's queries, and its keys and values if they aren't cached.
 
     Cached ones were before they were stored. Returns them, and what transforms the output.
     """

@@ -57,7 +57,7 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Slow long waves by the factor, leave short ones, and blend those between (Llama 3.1)."""
     assert rope.original_length and rope.low_freq_factor and rope.high_freq_factor
     turns = rope.original_length * plain / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -99,7 +99,7 @@ def axes(rope: RopeSpec) -> Tensor:
     sections = rope.sections or (rope.span // 2,)
     if not rope.sections_interleaved:
         return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
-    # The axes take pairs in turn; the first one has what the others leave.
+    # The axes take pairs in turn. The first one has the remaining pairs.
     owner = torch.zeros(sum(sections), dtype=torch.int64)
     for axis, count in list(enumerate(sections))[1:]:
         owner[axis : count * len(sections) : len(sections)] = axis
@@ -128,7 +128,7 @@ def rotate(
 
 
 def query_temperature(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Return what the query at each position is multiplied by: float64, `(num_tokens,)`."""
+    """Return the factor of the query at each position: float64, `(num_tokens,)`."""
     if rope.temperature_length is None:
         return torch.ones(positions.shape, dtype=torch.float64)
     steps = (positions.to(torch.float64) + rope.temperature_offset) / rope.temperature_length

@@ -79,7 +79,7 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
 
 
 def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
-    """Return how keys that are given whole are rotated: row i stands i after its sequence's first.
+    """Return the rotation of keys that are passed whole: row i stands i after its sequence's first.
 
     Positions that were given are the queries', and the keys' where each query has one key.
     """

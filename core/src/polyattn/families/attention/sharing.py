@@ -192,7 +192,7 @@ class Sharing:
         return Call("decode", way.name, way, plan, rows, saved_bytes=saved)
 
     def note(self, step: Batch, call: Call) -> str:
-        """Say of a step's decodes what is read once for several rows, or why nothing is."""
+        """Describe what a step's decodes read once for several rows, or why they share nothing."""
         if call.phase != "decode" or call.plan.batch.num_seqs < 2:
             return ""
         if call.saved_bytes:

@@ -1,4 +1,4 @@
-"""What of a layer counts from where a text begins? Chunks, and the first tokens that are kept.
+"""Features that count from a text's beginning: chunks, and sink tokens.
 
 A sequence whose first given key stands later in its text comes down to sequences of layers without
 them: each chunk's queries are one, over that chunk's keys, and of S kept tokens those are left that were
@@ -16,7 +16,7 @@ from polyattn.spec.layer import LayerSpec
 
 
 def by_position(spec: LayerSpec, batch: Batch) -> list[tuple[LayerSpec, Part]]:
-    """Return what a step with `first_positions` comes down to; none: they change nothing.
+    """Return the equivalent layers of a step with `first_positions`; none if they change nothing.
 
     Raises `BatchError` for what reads positions by functions of its own.
     """

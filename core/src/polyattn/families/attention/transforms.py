@@ -36,7 +36,7 @@ class Transforms:
     def changed(
         self, name: str, tensor: Tensor, places: Places, inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return what the `name`d tensor (tokens, heads, size) becomes, in its dtype."""
+        """Return the transform of the tensor `name` (tokens, heads, size), in its dtype."""
         function = self.functions.get(name)
         if function is None:
             return tensor
@@ -76,7 +76,7 @@ class Places:
 
     @classmethod
     def of_keys(cls, batch: Batch, count: int) -> Places:
-        """Those of `count` keys that are given whole; what lies between sequences' has the first's."""
+        """Positions of `count` keys that are passed whole. Keys between sequences have the first's."""
         seq, place = torch.zeros(2, count, dtype=torch.int64)
         ranges = zip(batch.seq_ids, batch.key_starts, batch.lens, strict=True)
         for number, start, length in ranges:

@@ -134,7 +134,7 @@ class AttentionWorkload(AttendingWorkload):
         )
 
     def _drawn(self, what: str, tokens: int) -> Tensor:
-        """Return random queries, keys or values, as the layer is given them."""
+        """Return random queries, keys or values in the form of the layer's arguments."""
         shape = widths(self.spec)[("query", "key", "value").index(what)]
         numbers = self.dice.normal(tokens, *shape, dtype=STORAGE_DTYPES[self.spec.dtype])
         if self.offset and what != "value":
@@ -241,7 +241,7 @@ class AttentionWorkload(AttendingWorkload):
         return out.clamp(-limit, limit), lse
 
     def exact(self, out: Tensor) -> Tensor:
-        """Return what an output stands for, in float64."""
+        """Return the numbers that an output encodes, in float64."""
         return reference.exact(out, self.layer.params.out_scale, torch.float64)
 
     def token_error(self, index: int) -> float:

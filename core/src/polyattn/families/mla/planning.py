@@ -68,7 +68,7 @@ class Absorbed(Op):
         inner = frame.but(key=None, value=None)
         if weights is not None:
             inner.query = absorb(frame.query, weights[0], self.counts)
-        # Straight to the caller's, where that is what a backend writes: dense, aligned.
+        # Straight into the caller's tensor if a backend can write it: dense, aligned.
         direct = weights is None and is_dense(out)
         if not direct:
             inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
@@ -104,7 +104,7 @@ class Expanded(Merged):
 
 
 class LatentStep(StepPlan):
-    """A step over latents: what is stored, absorbed calls, and the pieces of expanded ones."""
+    """A step over latents: its store, absorbed calls, and the pieces of expanded ones."""
 
     def __init__(self, group: LayerGroup, batch: Batch, before: Store, ops: Sequence[Op]):
         super().__init__(group, batch, (before, *ops))

@@ -63,7 +63,7 @@ def attend(
     choice: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attend for one sequence, its latents (tokens, rank + rope) given in full.
+    """Attend for one sequence, with all of its latents (tokens, rank + rope).
 
     `choice` int32 (queries, K): the ids of each query, which are the sequence's last tokens. Physical ids
     name rows of the cache, which `rows` then is.

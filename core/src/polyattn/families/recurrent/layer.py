@@ -133,7 +133,7 @@ class Recurrent(Layer):
             BatchError: a tensor doesn't fit the plan; nothing has changed.
 
         """
-        if not inputs:  # else the first one tells where the output goes
+        if not inputs:  # with inputs, the first one has the output's device
             self._named(inputs, 0)
         result = self._called(next(iter(self.form.inputs)), inputs, states, plan, out)
         assert isinstance(result, Tensor)

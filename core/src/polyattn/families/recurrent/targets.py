@@ -38,7 +38,7 @@ def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
     assert targets is not None and batch.state_slots is not None
     at = _index(_running(batch, 0), batch)
     inner = Batch(batch.starts, batch.lens, state_slots=targets, device=batch.device)
-    # A sequence that begins has no state: what its slot holds, any, is copied and never read.
+    # A new sequence has no state: its slot's content is copied but never read.
     return StateCopy(batch.state_slots[at].clamp(min=0), targets[at]), inner
 
 

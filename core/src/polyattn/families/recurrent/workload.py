@@ -268,7 +268,7 @@ def recurrent_inputs(
             tensor = normalize(tensor, dim=-1)
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
-        elif name == "b":  # what a model writes in place of what it removed: as much at most
+        elif name == "b":  # a model writes at most as much as it removed
             tensor = -inputs[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
         elif name in ("r", "k", "B", "C"):
             tensor = tensor / math.sqrt(tensor.shape[-1])

@@ -198,7 +198,7 @@ class Compressor:
     def _members(
         self, new: Tensor, states: Tensor, slots: Tensor, at: Tensor, firsts: Tensor, starts: Tensor
     ) -> Tensor:
-        """Return the rows of positions, (entries, members, width): the step's own, else a state's."""
+        """Return the rows of positions, (entries, members, width), from the step or from a state."""
         if not len(new):
             return states.new_zeros(*at.shape, states.shape[2])
         own = (starts[:, None] + at - firsts[:, None]).clamp(0, len(new) - 1)

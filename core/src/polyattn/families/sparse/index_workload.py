@@ -1,4 +1,4 @@
-"""One step of an indexer: queries over a paged cache of index keys, and what it must choose."""
+"""One step of an indexer: queries over a paged cache of index keys, with the right choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the right answer for a sparse layer? One token at a time: what it chooses, what it reads."""
+"""The right answer for a sparse layer, one token at a time: its choice, and its attention."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def scored(spec: LayerSpec, batch: Batch, frame: IndexFrame, token: int) -> list
 
 
 def indexed(spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
-    """Return what an indexer of a layer chooses, int32 like `frame.out`, on the host."""
+    """Return the choice of a layer's indexer, int32 like `frame.out`, on the host."""
     assert spec.indexer is not None
     ids = torch.full(frame.out.shape, -1, dtype=torch.int32)
     for token, position in enumerate(token_places(batch)[1].tolist()):

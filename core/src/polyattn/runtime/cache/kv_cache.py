@@ -158,7 +158,7 @@ class KVCache:
 
     @classmethod
     def _of_rows(cls, key: Tensor, value: Tensor, form: CacheFormat | None) -> KVCache:
-        """Wrap tensors whose strides say their layout; `form` is kept where they are rows of bytes."""
+        """Wrap tensors; their strides tell the layout. `form` stays for rows of bytes."""
         if form is None or form.rows is None:
             return cls(key, value)
         return cls(key, value, replace(form, layout=_layout(key), apart=_apart(key)))

@@ -34,7 +34,7 @@ Call = Callable[[list[Tensor]], Tensor]
 
 @lru_cache(maxsize=256)
 def check_coupling(variant: AttentionVariant, spec: LayerSpec = TOY) -> None:
-    """Check what a variant's functions depend on.
+    """Check the dependencies of a variant's functions.
 
     Functions of elements may depend on one head of one token, and functions of scores on one pair.
 

@@ -32,7 +32,7 @@ SMALL_FLOATS = {
     torch.bfloat16: (7, 127, 0x7F80, 0x7FC0),
     torch.float8_e4m3fn: (3, 7, 0x7F, 0x7F),
 }
-"""Bits of the mantissa, the exponent's bias, the code of what is too large, and that of NaN."""
+"""Bits of the mantissa, the exponent's bias, the code of overflow, and that of NaN."""
 _ALONE = {
     "abs": "abs", "neg": "neg", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
     "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor", "ceil": "ceil", "bitwise_not": "not",
@@ -224,7 +224,7 @@ class _Reader:
         return self._each(op, args, dtype)
 
     def _moved(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Do to the places what an operator does to their elements."""
+        """Apply an operator's effect on elements to the places."""
         source = args[0]
         places = target(torch.from_numpy(source.at), *args[1:], **kwargs)
         if isinstance(places, Tensor):
@@ -273,7 +273,7 @@ class _Reader:
         return self._wrapped(self._made(self.trace.add(op, tuple(parts)), shape, dtype))
 
     def _wrapped(self, array: _Array) -> _Array:
-        """Keep the low eight bits of what is in eight."""
+        """Mask integers of eight bits to their low eight bits."""
         node = self._as(array.node, _kind_of(array.dtype))
         if array.dtype in (torch.uint8, torch.int8):
             node = self._op("and", node, 255)

@@ -144,7 +144,7 @@ class Pointwise:
 
     @property
     def mask_inputs(self) -> frozenset[str]:
-        """Names of what the masks read."""
+        """Names of the masks' inputs."""
         return frozenset(name for mask in self.mask_mods for name in mask.names)
 
     def score(

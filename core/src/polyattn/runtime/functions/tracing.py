@@ -187,7 +187,7 @@ class Trace:
         return rows
 
     def by_place(self, places: Any) -> list[Any]:
-        """Return what each operation's result is for these places, None where it needs more.
+        """Return each operation's result for these places, or None if it needs more inputs.
 
         Args:
             places: integers, a numpy array.
@@ -592,7 +592,7 @@ def untraceable(variant: AttentionVariant, target: str, language: str = "") -> s
 
 
 def written_problem(variant: AttentionVariant, language: str) -> str | None:
-    """Return what a variant's source in a language lacks, in words for people, or None.
+    """Return what a variant lacks for a source in a language, in words for people, or None.
 
     Raises `SpecError` if its file can't be read.
     """

@@ -55,7 +55,7 @@ class StepGraph:
             self.taken = _map(self.result, torch.empty_like)
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
-        """Run one step; returns views of what the step returned, valid until the next replay."""
+        """Run one step. Returns views of its results, valid until the next replay."""
         buffers, tokens = self.buffers, batch.num_tokens
         if not buffers.fits(batch):
             raise BatchError(

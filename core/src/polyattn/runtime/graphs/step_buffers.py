@@ -113,7 +113,7 @@ class StepBuffers:
         device: Any,
         axes: int,
     ) -> None:
-        """Make what has an element for each row, or for each token."""
+        """Allocate the tensors with an element for each row, or for each token."""
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)

@@ -41,7 +41,7 @@ def traced(
     plan: StepPlan | Batch | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what a layer's `forward` becomes while it is traced: `Layer.run` when the graph runs."""
+    """Return the operator for a layer's `forward` in a trace. It calls `Layer.run` in the graph."""
     refuse_gradients(**{f"input {i}": tensor for i, tensor in enumerate(inputs)})
     query = inputs[0]
     assert query is not None

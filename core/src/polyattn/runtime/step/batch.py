@@ -453,7 +453,7 @@ class Batch:
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
+        """Return a copy's or pickle's state, without plans, which hold kernels' own memory."""
         return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
     def measured(self) -> Batch:

@@ -1,4 +1,4 @@
-"""Does a batch keep the contract? What the host knows is checked always, the tensors' values if asked."""
+"""Checks a batch against the contract: the host's numbers always, the tensors' values on request."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def check_state_slots(batch: Batch, num_slots: int) -> None:
 
 
 def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) -> None:
-    """Check that each token's state, or each sequence's, has a slot of its own, and nothing else has."""
+    """Check that the states of all tokens, or of all sequences, have distinct slots."""
     taken: dict[int, str] = {}
     assert batch.state_slots is not None
     slots = batch.state_slots.tolist()

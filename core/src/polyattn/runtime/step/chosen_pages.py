@@ -98,7 +98,7 @@ def visible_entries(
 
 
 def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
-    """Return what a call chooses: what it brings, or the newest groups, as many as the budget."""
+    """Return a call's choice: its own, or the newest groups within the budget."""
     sparse = spec.sparse
     assert sparse is not None
     if choice is not None:
@@ -155,7 +155,7 @@ def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
 def places_of(
     spec: LayerSpec, choice: Tensor, batch: Batch, block_size: int, rows: slice = slice(None)
 ) -> Tensor:
-    """Return the places in the cache of what all heads attend to, int32 (num_tokens, K), -1 for none.
+    """Return the cache's places that all heads attend to, int32 (num_tokens, K), -1 for none.
 
     `choice` int32 (num_tokens, 1, K), of the step's tokens in `rows`; an id of several entries gives as
     many places. Never waits.

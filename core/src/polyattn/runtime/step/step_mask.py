@@ -220,7 +220,7 @@ class BlockSparseMask(StepMask):
     def of(
         cls, mask: CustomMask, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that contain what a mask shows; of a tree over new tokens, with the context.
+        """Return the blocks with visible keys of a mask. A tree over new tokens includes the context.
 
         It is exactly that mask if its borders are blocks' borders, as always for blocks of 1 x 1.
 
@@ -382,7 +382,7 @@ def step_inputs(
     lens: list[int],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
+    """Return a batch's inputs by name, on its device, with its mask's tensors. Raises `BatchError`."""
     tensors = {}
     if given is not None and not isinstance(given, Mapping):
         raise BatchError(f"inputs={shown(given)} must map names to tensors or numbers")

@@ -1,4 +1,4 @@
-"""`polyattn build`: compiles what a model's layers may run, so that no process has to wait for it."""
+"""`polyattn build`: compiles a model's kernels ahead, so that no process waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`polyattn doctor`: what is here, what is set, what is wrong."""
+"""`polyattn doctor`: devices, plugins, settings and problems."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
 def _backends(
     registry: Registry, devices: dict[str, Device], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Return `list`'s rows with each backend's state here; what is ready is imported as well.
+    """Return `list`'s rows with each backend's state here. Ready backends are imported as well.
 
     A package that isn't installed is no problem; a plugin that can't keep its word is.
     """
@@ -195,7 +195,7 @@ def _backends(
 
 
 def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -> list[str]:
-    """Return what is wrong with backends that settings name; none of them is ever replaced."""
+    """Return the problems of backends that settings name. polyattn never replaces one of them."""
     states = {row["name"]: row["state"] for row in rows}
     faults = []
     for override in (override for source in settings.sources for override in source):
@@ -213,7 +213,7 @@ def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -
 def _timings(
     settings: Settings, devices: dict[str, Device], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Return each timing table and its device; what is ignored of those for devices here.
+    """Return each timing table and its device, and the ignored parts of those for devices here.
 
     A table of another device is no problem, and neither is one that is out of date: priorities
     choose then. A file that isn't a table is a problem.

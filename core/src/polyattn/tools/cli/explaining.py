@@ -149,7 +149,7 @@ def _json(
 
 
 def _context_bytes(selection: Selection) -> tuple[float, float]:
-    """Return what a layer keeps for a token of context: bytes of keys and values, and of index keys."""
+    """Return a layer's bytes for a token of context: keys and values, and index keys."""
     spec, cache = selection.spec, selection.cache_format
     sparse, indexer = spec.sparse, spec.indexer
     keys = 0 if cache is None else cache.bytes_per_token

@@ -82,7 +82,7 @@ def _shape(predictor: Predictor, call: CallChoice, rows: Sequence[tuple[int, int
 
 
 def _host_bound(calls: Sequence[CallChoice]) -> str:
-    """Say so where a step takes what the host takes to queue its calls."""
+    """Print a note if the host's time to queue calls bounds the step."""
     device = sum(call.times.get(call.name, 0.0) for call in calls)
     step = calls[0].prices.get(calls[0].name, 0.0)
     if step <= device:

@@ -1,4 +1,4 @@
-"""`polyattn list`: what is installed, and what is missing? Imports neither torch nor a vendor library."""
+"""`polyattn list`: installed and missing plugins. Imports neither torch nor a vendor library."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WIDTH = 100
 
 
 def show(as_json: bool, everything: bool = False) -> int:
-    """Print plugins, integrations, backends and problems; with `everything`, what isn't installed too.
+    """Print plugins, integrations, backends and problems; with `everything`, missing ones too.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
-    `doctor` says whether its device is here too: asking imports torch.
+    `doctor` tells whether its device is here too, which takes an import of torch.
     """
     registry = discover()
     rows = backend_rows(registry)

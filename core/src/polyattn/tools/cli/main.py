@@ -97,7 +97,7 @@ def list_command(
     ] = False,
     json: Json = False,
 ) -> int:
-    """List plugins and backends, and what is wrong with any of them."""
+    """List plugins and backends, with their problems."""
     from polyattn.tools.cli.listing import show
 
     return show(json, everything)
@@ -115,7 +115,7 @@ def explain(options: ExplainOptions) -> int:
 @app.command()
 @_of_options
 def build(options: BuildOptions) -> int:
-    """Compile ahead what a model's layers may run on this machine."""
+    """Compile a model's kernels for this machine ahead of time."""
     from polyattn.tools.cli.building import show
 
     return show(options)

@@ -142,7 +142,7 @@ def _serve(
 
 
 def _name(path: str) -> str:
-    """Return what a report calls a model: its file's name, or its folder's."""
+    """Return a model's name in reports: its file's name, or its folder's."""
     file = Path(path).absolute()
     folder = file.parent if file.name == "config.json" else file
     return folder.name if folder.is_dir() else file.stem
@@ -168,7 +168,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
 
 
 def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
-    """Return what makes a layer StreamingLLM's: a window, sink tokens, positions within the cache."""
+    """Return StreamingLLM's fields of a layer: a window, sink tokens, positions within the cache."""
     if options.sliding_window is None and options.sink_tokens is None:
         return {}
     if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
@@ -231,7 +231,7 @@ def _print_selection(
 
 
 def memory_line(group: SelectedLayers) -> str | None:
-    """Say what a token or a sequence costs where that isn't keys and values: latents, states."""
+    """Describe the cost of a token or sequence in latents and states."""
     spec, count = group.spec, len(group.layers)
     if spec.kind.is_recurrent:
         size = StateCacheSpec.for_layer(spec, 1).bytes_per_slot

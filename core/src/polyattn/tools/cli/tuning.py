@@ -84,7 +84,7 @@ def show(options: TuneOptions) -> int:
 
 
 def _check_scipy() -> None:
-    """Say before minutes of measuring what the fit needs."""
+    """Check the fit's requirements before minutes of measuring."""
     from polyattn.registry.distributions import find_spec
 
     if find_spec("scipy") is None:

@@ -60,7 +60,7 @@ class Whole:
             raise SettingsError(f"{what}; the answer was no")
 
     def announce(self) -> None:
-        """Print on standard error what the command waits for before it serves."""
+        """Print the reason for a wait on standard error, before the command serves."""
         doing = (
             "drawing random weights"
             if isinstance(self.source, RandomWeights)

@@ -1,4 +1,4 @@
-"""When does each request come? As its trace says, at random at a rate, or all at once."""
+"""The arrival times of requests: the trace's, at random at a rate, or all at once."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class BlockAllocator:
         self._kept.add(block)
 
     def share(self, block: int) -> None:
-        """Add a user to a block that is used or kept."""
+        """Add a user to a used or retained block."""
         if not self._users[block] and block not in self._kept:
             raise CacheError(f"block {block} holds nothing that could be shared")
         self._idle.pop(block, None)

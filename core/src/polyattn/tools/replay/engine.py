@@ -296,7 +296,7 @@ def fit_requests(
     specs: Sequence[LayerSpec],
     max_tokens: int | None,
 ) -> tuple[list[Request], int]:
-    """Clip requests to what the model takes; returns them and how many were clipped."""
+    """Clip requests to the model's length. Returns them and the number of clipped ones."""
     if not specs:
         raise ConfigError(f"{cfg.source}: has no layer that can be served")
     roles = {spec.role for spec in specs}

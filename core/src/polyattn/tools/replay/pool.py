@@ -58,7 +58,7 @@ class Pool:
         return count
 
     def take(self, match: Match, tokens: int) -> Held | None:
-        """Share what holds a prompt's first `tokens` tokens, as `usable` said; None without room.
+        """Share the blocks of a prompt's first `tokens` tokens, as `usable` returned; None without room.
 
         Full blocks are shared. A partly used one is copied, and the sequence writes to the copy.
         """

@@ -60,7 +60,7 @@ class PrefixTree:
         return block in self._runs
 
     def match(self, tokens: Tokens) -> Match:
-        """Return what is cached of the leading tokens of a prompt, int64 (tokens,)."""
+        """Return the cached leading tokens of a prompt, int64 (tokens,)."""
         size, run, blocks = self.block_size, self._root, list[int | None]()
         while True:
             rest = tokens[len(blocks) * size :]
@@ -98,7 +98,7 @@ class PrefixTree:
         return self.match(tokens)
 
     def remove(self, block: int) -> None:
-        """Forget a block whose room was given away."""
+        """Forget a block that another user took."""
         run: _Run | None = self._runs.pop(block)
         assert run is not None
         run.blocks[run.blocks.index(block)] = None
@@ -134,7 +134,7 @@ class PrefixTree:
                 self._runs[block] = run
 
     def _append(self, run: _Run, tokens: Tokens, blocks: list[int | None]) -> None:
-        """Put tokens behind a run: into it where nothing else follows, else as a run of their own."""
+        """Append tokens to a run: in place if nothing else follows it, or else as a new run."""
         while blocks and blocks[-1] is None:  # nothing would lead to what holds nothing
             blocks = blocks[:-1]
         if not blocks:

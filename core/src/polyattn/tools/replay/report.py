@@ -22,7 +22,7 @@ class StepRecord:
 
 @dataclass
 class Report:
-    """A run over a trace; of a whole model where `whole_model` says so, else of layers alone.
+    """A run over a trace, of a whole model if `whole_model` is set, or else of layers alone.
 
     `first_token` holds each request's seconds from its arrival to its first token (TTFT),
     `between_tokens` those from each token to the next of its request (ITL).

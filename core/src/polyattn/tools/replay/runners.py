@@ -114,7 +114,7 @@ class Runner:
         return stock[at : at + need].view(tokens, *shape)
 
     def paged(self) -> list[Tensor]:
-        """Return all that is kept: keys (num_blocks, block_size, ...), states (num_slots, ...)."""
+        """Return all caches: keys (num_blocks, block_size, ...), states (num_slots, ...)."""
         raise NotImplementedError
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:

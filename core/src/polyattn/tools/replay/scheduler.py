@@ -34,7 +34,7 @@ class Running:
 
     @property
     def known(self) -> int:
-        """Tokens whose keys can be computed: the prompt and what was generated."""
+        """Tokens whose keys can be computed: the prompt and generated tokens."""
         return self.request.prompt + self.generated
 
     @property
@@ -192,7 +192,7 @@ class Scheduler:
         sequence.computed = sequence.shared = 0
 
     def _share_prefix(self, sequence: Running) -> bool:
-        """Take what is cached of a prompt's leading tokens; False where it is better waited for."""
+        """Take the cached blocks of a prompt's leading tokens. Returns False if waiting is better."""
         if self.names is None:
             return True
         if sequence.names is None:
@@ -200,7 +200,7 @@ class Scheduler:
         names = sequence.names
         if names is None:
             return True
-        # At least one token is left to compute: its output is what the request is after.
+        # At least one token is left to compute, because the request needs its output.
         limit = min(sequence.request.prompt, sequence.known - 1)
         matches = [pool.tree.match(names) for pool in self.pools]
         length, before = limit, -1
@@ -242,7 +242,7 @@ class Scheduler:
         return False
 
     def _publish(self, sequence: Running) -> None:
-        """Let later requests find what is now cached of a prompt: full blocks, at its end all of it."""
+        """Publish a prompt's cached blocks to later requests: full ones, and at its end all of them."""
         prompt = sequence.request.prompt
         if sequence.names is None or not self.pools or sequence.published == prompt:
             return

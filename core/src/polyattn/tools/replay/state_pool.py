@@ -40,7 +40,7 @@ class StatePool(Pool):
         return count * self.block_size
 
     def take(self, match: Match, tokens: int) -> Held | None:
-        """Share the snapshot of the first `tokens` tokens, as `usable` said."""
+        """Share the snapshot of the first `tokens` tokens, as `usable` returned."""
         held = Held()
         if tokens:
             block = match.blocks[tokens // self.block_size - 1]

@@ -1,4 +1,4 @@
-"""What was a group's cache used for? Blocks that steps read, distinct ones, and what a sequence held."""
+"""The use of a group's cache: blocks that steps read, distinct ones, and a sequence's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyattn.tools.replay.scheduler import Scheduled
 class Usage:
     """What one group's cache was used for: `block_bytes` of all its layers that ran.
 
-    `unshared` says why decodes over shared blocks aren't taken apart here, None where they may be.
+    `unshared`: the reason why decodes over shared blocks aren't split here, or None.
     Blocks that each sequence reads, and distinct ones. `decode_blocks` counts the most blocks of a
     sequence in a row that decodes, `prefill_blocks` in any other.
     """

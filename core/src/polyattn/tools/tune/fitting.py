@@ -33,12 +33,12 @@ UNLIKELY = 2.0
 _BUSY = [TERMS.index(term) for term in OVERLAPPING]
 
 Array = Any
-"""Of float64; numpy's own generic type says no more and costs a cast at each use."""
+"""Of float64. numpy's own generic type adds nothing and costs a cast at each use."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured call: what was counted in it, its microseconds, and which step it was of."""
+    """A measured call: its counts, its microseconds, and its step."""
 
     spec: LayerSpec
     shape: StepShape
@@ -57,7 +57,7 @@ class Fit:
 
 
 def features(points: Sequence[Point], form: Form) -> Array:
-    """Return what each coefficient is multiplied with, (points, terms), as if they added up."""
+    """Return the factor of each coefficient, (points, terms), as if the terms added up."""
     form = form._replace(overlap=False)
     rows = [[*terms(units(p.spec), form, p.shape).values()] for p in points]
     return np.array(rows, dtype=np.float64)

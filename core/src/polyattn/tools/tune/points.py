@@ -69,7 +69,7 @@ class PointsFile:
             ) from error
 
     def start(self, spec: LayerSpec, step: int, sample: StepSample, backend: str) -> None:
-        """Note what is about to be measured: if the process ends in it, it isn't tried again."""
+        """Record the next measurement. If the process dies in it, later runs skip it."""
         self.add(Measurement(spec, step, sample, backend, cannot="the process ended in it"))
 
     def add(self, made: Measurement) -> None:

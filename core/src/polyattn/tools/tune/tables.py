@@ -1,4 +1,4 @@
-"""What does a tune write? One JSON table: models by layer class, with what they were measured with."""
+"""Writes a tune's JSON table: models by layer class, with the versions that were measured."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _host(measurement: Measurement, model: Fit) -> float:
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:
-    """Return whose versions a backend's times depend on: its plugin, and its library or else torch."""
+    """Return the distributions that a backend's times depend on: its plugin, and its library or torch."""
     info, owner = registry.backends[backend], registry.owners[backend]
     libraries = [named[0] for text in info.requires if (named := requirement_of(text))]
     return [name for name in (owner.dist, *(libraries or ["torch"])) if installed(name)]

@@ -33,12 +33,12 @@ from triton.runtime import cache, driver
 from polyattn_triton.compiling import worker
 
 KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this Triton hands out what is compiled, and is launched, as it is read here."""
+"""Whether this Triton's compilation and launch interfaces are those that this module reads."""
 _log = logging.getLogger("polyattn")
 
 
 class _Pickler(pickle.Pickler):
-    """Says kernels, and functions that they are given, by their modules and names."""
+    """Pickles kernels, and functions that are their arguments, by their modules and names."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, triton.JITFunction):
@@ -70,10 +70,10 @@ def is_cached(key: str, name: str) -> bool:
 
 
 class Compilers:
-    """A process that forks one for each kernel: they share what it has imported."""
+    """A process that forks one for each kernel. The forks share its imports."""
 
     def __init__(self, soon: bool = False) -> None:
-        """`soon`: kernels will be asked for, and it imports meanwhile what they need."""
+        """`soon`: kernels will be needed, so it begins to import their modules."""
         self._starting, self._sending = Lock(), Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection
@@ -81,11 +81,11 @@ class Compilers:
         self._forgotten: weakref.finalize[Any, Any]
         self._waiting: dict[int, Future[str | None]] = {}
         if soon and BY_PROCESSES:
-            with suppress(OSError):  # told where a kernel is asked for
+            with suppress(OSError):  # raised again where a kernel is needed
                 self.start()
 
     def start(self) -> None:
-        """Have it import what it needs, if it doesn't yet. Raises `OSError`."""
+        """Start its imports, unless they run already. Raises `OSError`."""
         with self._starting:
             if self._process is not None:
                 return
@@ -119,7 +119,7 @@ class Compilers:
             _log.warning("TRITON_ATTN compiles %s in this process: %s", asked["src"].name, problem)
 
     def _sent(self, job: bytes) -> Future[str | None]:
-        """Send a job, and return what its answer will be."""
+        """Send a job, and return its future answer."""
         answer: Future[str | None] = Future()
         with self._sending:
             number = id(answer)
@@ -171,7 +171,7 @@ def at_once(compilers: Compilers) -> Iterator[None]:
 
     class Mode(asynchronous):  # type: ignore[misc, valid-type]
         def submit(self, key: str, compiling: Callable[[], Any], finalize: Any) -> Any:
-            """Have a process compile what isn't cached, and load it."""
+            """Compile a kernel that isn't cached in a process, and load it."""
             asked = getclosurevars(compiling).nonlocals
 
             def compiled() -> Any:

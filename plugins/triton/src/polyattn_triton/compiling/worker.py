@@ -26,7 +26,7 @@ IMPORTED = ("hopper.prefill", "kernels.prefill", "kernels.decode", "kernels.tile
 
 
 def settle(function: Any) -> None:
-    """Have Triton hash a kernel, or a function that one is given, after all that it calls.
+    """Make Triton hash a kernel, or a function argument, after everything that it calls.
 
     Of what a function calls Triton 3.6 takes into its key the global constants that it happens to have
     looked at before: in another order the key differs, and another process compiles everything again.
@@ -41,20 +41,20 @@ def settle(function: Any) -> None:
 
 
 def function_of(module: str, name: str) -> Any:
-    """Return a kernel, or a function that one calls, by its name: what a job has in its place."""
+    """Return a kernel, or a function that one calls, by the name that a job has in its place."""
     return getattr(importlib.import_module(module), name)
 
 
 def work(job: bytes) -> None:
-    """Compile what `side_by_side.job_of` said, and what launches it."""
+    """Compile the kernel of `side_by_side.job_of`, and its launcher."""
     importlib.invalidate_caches()  # a generated module may be younger than this process
     source, target, options, variables, key = pickle.loads(job)
-    cache.triton_key = lambda: key  # what asked has hashed Triton itself: 0.4 s
+    cache.triton_key = lambda: key  # the caller has hashed Triton itself: 0.4 s
     for function in (source.fn, *source.constants.values()):
         settle(function)
     kernel = triton.compile(source, target=target, options=options, _env_vars=variables)
     backend, launcher = LAUNCHERS[target.backend]
-    with suppress(Exception):  # what fails here fails again, and is told, where it is loaded
+    with suppress(Exception):  # a failure here is raised again where the kernel is loaded
         drivers = importlib.import_module(f"triton.backends.{backend}.driver")
         getattr(drivers, launcher)(kernel.src, kernel.metadata)
 
@@ -98,7 +98,7 @@ def serve(asked: Connection) -> None:
 
 
 def main() -> None:
-    os.dup2(2, 1)  # what compilers print is nobody's output
+    os.dup2(2, 1)  # compilers' prints don't belong to the output
     for name in IMPORTED:
         importlib.import_module(f"polyattn_triton.{name}")
     with suppress(EOFError, OSError):

@@ -21,7 +21,7 @@ def at(index, size, stride):
 
 @triton.jit
 def load(tensor, i, j=None):
-    """An element of an input, for what is written by hand: an index for each of one or two dimensions.
+    """An element of an input, for hand-written source: an index for each of one or two dimensions.
 
     `tensor`: its pointer, then the size and the stride of each dimension.
     """
@@ -46,7 +46,7 @@ def floor_mod(a, b):
 
 
 def on_nvidia(_semantic: Any = None) -> Any:
-    """Whether what is being compiled runs on NVIDIA; the interpreter runs nowhere."""
+    """Whether the target of the compilation is NVIDIA's; the interpreter has no target."""
     if _semantic is None:
         return False
     return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
@@ -65,7 +65,7 @@ def as_it_is(tile):
 
 @triton.jit
 def look_up(code, otherwise, ASM: tl.constexpr):
-    """What codes of four bits stand for in a table (`rows.table_asm`), float16; else `otherwise`."""
+    """The values of four-bit codes in a table (`rows.table_asm`), float16, or else `otherwise`."""
     if on_nvidia():
         otherwise = tl.inline_asm_elementwise(
             ASM, "=r,=r,r", [code.to(tl.int8)], tl.float16, True, 4

@@ -31,7 +31,7 @@ from polyattn_triton.functions.source import by_row, of_element, source
 
 @dataclass(frozen=True)
 class Generated:
-    """A layer's functions as Triton's. `softmax`: whether weights are a softmax of what they return.
+    """A layer's functions as Triton's. `softmax`: whether weights are a softmax of their results.
 
     `rescore`: None where scores stay as they are. `by_head`: whether anything depends on the head.
     `by_row`: whether nothing is hidden, and whatever is read is one number for a row of scores. `new`:

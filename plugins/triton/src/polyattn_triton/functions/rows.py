@@ -258,7 +258,7 @@ class _Writer:
                 with np.errstate(all="ignore"):
                     zeros[number] = OF_PLACES[node.op](*(zeros[i] for i in node.args))
             elif node.op not in ("load", "half", "single"):
-                zeros[number] = np.nan  # nobody knows
+                zeros[number] = np.nan  # unknown
         assert self.trace.score is not None
         element = zeros[self.trace.score]
         return bool(np.isfinite(np.asarray(element, dtype=np.float64)).all())

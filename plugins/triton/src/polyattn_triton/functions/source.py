@@ -164,7 +164,7 @@ class _Writer:
         self, name: str, handed: list[str], score: int | None, mask: int | None, hidden: str,
         before: list[int] | None = None,
     ) -> list[str]:  # fmt: skip
-        """Write the function itself. `before`: what it needs if no value is known to be alike."""
+        """Write the function itself. `before`: the code that it needs if no value is uniform."""
         results = [n for n in (score, mask) if n is not None]
         needed = _reached(self.trace, results, self.alike)
         known = "".join(f", x{i}" for i in self.alike)
@@ -237,7 +237,7 @@ class _Writer:
         return computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
 
     def _given(self, name: str) -> str:
-        """An input as what is written by hand takes it: a number, or where a tensor lies."""
+        """An input in the form for hand-written source: a number, or a tensor's address."""
         words = self._words(name)
         if len(words) > 1:
             return f"({', '.join(words)})"
@@ -300,7 +300,7 @@ def _reached(traced: Trace, results: list[int], known: tuple[int, ...] = ()) -> 
 
 
 def _inputs(node: Any) -> tuple[str, ...]:
-    """The names of what an operation reads."""
+    """The names of an operation's operands."""
     if node.op == "written":
         return tuple(node.what[1])
     if node.op == "size":

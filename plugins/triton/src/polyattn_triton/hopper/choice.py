@@ -1,4 +1,4 @@
-"""Which prefills does Hopper's own kernel serve, and what is it launched with?
+"""Which prefills Hopper's own kernel serves, and its launch arguments.
 
 Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
 throughout; caches of 8 and of 4 bits by copies (`widening`). It calls a variant's `score_mod` where all
@@ -40,11 +40,11 @@ BYTES = 2
 CACHED = 0.7
 """Of the L2, what keys and values that are read again may take."""
 FEWEST_ROWS = 8
-"""Of a block: what is copied at once begins where shared memory's swizzle does."""
+"""Of a block. One copy begins where shared memory's swizzle does."""
 
 
 def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
-    """Whether a layer asks for nothing but what the kernel computes. `generated`: its functions.
+    """Whether the kernel computes everything that a layer needs. `generated`: its functions.
 
     What it reads may have to be copied before: a cache of 8 or 4 bits, and queries that come so.
     """

@@ -38,7 +38,7 @@ def by_score(half):
 
 @gluon.jit
 def _queries(to, Q, WEIGHTS, at, tokens, q_t, q_h, w_t, w_h, ACC: gl.constexpr, FORM: gl.constexpr):
-    """Put a half's queries into shared memory; return what each column is multiplied by.
+    """Put a half's queries into shared memory. Return each column's factor.
 
     FORM: the kernel's constants of queries.
     """
@@ -191,7 +191,7 @@ def prompt_scores_kernel(
         if begin < end:
             BLOCKS = TABLE + table_s.to(gl.int64) * seq
             block = gl.load(BLOCKS + begin // PAGE_SIZE)
-            barrier()  # what was read of the sequence before may go
+            barrier()  # the previous sequence's data has been read
             for stage in gl.static_range(STAGES - 1):
                 key = begin + stage * ENTRIES
                 _copy_keys(k_smem.index(stage), KEYS, block, page, key, end, PAGE_SIZE)
@@ -221,7 +221,7 @@ def prompt_scores_kernel(
                 fence_async_shared()
                 s2 = warpgroup_mma_wait(0, deps=[run2])
                 barrier()
-                later = (n + 1) % STAGES  # behind the last tile nobody looks at the product
+                later = (n + 1) % STAGES  # behind the last tile the product is unused
                 run = warpgroup_mma(k_smem.index(later), q, s, use_acc=False, is_async=True)
                 _copy_scales(
                     by_smem.index(free), SCALES, block, scale_page, key, end, PAGE_SIZE, SCALED

@@ -1,4 +1,4 @@
-"""What copies latents for Hopper's kernels? A warp that asks the copy engine, part by part."""
+"""Copies latents for Hopper's kernels: a warp drives the copy engine, part by part."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def produce(
     WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, PIPE: gl.constexpr,
 ):  # fmt: skip
-    """Copy the items' tiles part by part, as the parts become free: what is rotated, and then others.
+    """Copy the items' tiles part by part, as the parts become free: the rotated part first.
 
     `PIPE`: rows of a tile of queries, stages, and how many others there are.
     """

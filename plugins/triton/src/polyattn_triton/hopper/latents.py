@@ -32,7 +32,7 @@ HALF = gl.constexpr(256)
 """Columns of a group's outputs."""
 ROPE = gl.constexpr(64)
 LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Parts of a tile: the latents' halves, and what is rotated."""
+"""Parts of a tile: the latents' halves, and the rotated part."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

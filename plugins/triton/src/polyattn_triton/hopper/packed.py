@@ -74,7 +74,7 @@ UNPACKING = (
     (BYTES_BESIDE, BYTES_BELOW, 0),
     (LEVELS_BESIDE, LEVELS_BELOW, 0),
 )
-"""By form: what makes numbers of two units of one row, and of two rows; registers of their scales."""
+"""By form: the function that decodes two units of one row, and of two rows; registers of their scales."""
 
 
 OF_QUADS = gl.constexpr(HALVES)
@@ -82,7 +82,7 @@ OF_QUADS = gl.constexpr(HALVES)
 
 @gluon.constexpr_function
 def instructions(form, below):
-    """What makes numbers of two units, of which registers and which types; `below`: of two rows."""
+    """The function that decodes two units, with its registers and types; `below`: of two rows."""
     registers = ["=r"] * numbers_of(form) + ["r"] * (1 + UNPACKING[form][2])
     kind = gl.bfloat16 if form == MXFP4 else gl.float16
     return UNPACKING[form][below], ",".join(registers), (kind,) * numbers_of(form)

@@ -1,4 +1,4 @@
-"""Which decodes does `hopper.packed` serve, and what is it launched with?
+"""Which decodes `hopper.packed` serves, and its launch arguments.
 
 Plain layers with heads of 128, over e4m3, or rows that `FORMS` names.
 """

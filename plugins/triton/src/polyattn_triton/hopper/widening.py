@@ -135,7 +135,7 @@ def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
         return None
     if batch.lens == batch.query_lens:
         return Widening(count, batch.query_start_loc, batch.query_start_loc, window)
-    # Both begin at addresses that what is compiled may rely on.
+    # Compiled code may rely on the alignment of both addresses.
     places = np.zeros((2, -(-batch.num_seqs // ALIGNED) * ALIGNED), np.int32)
     places[0, : batch.num_seqs] = firsts = np.cumsum(counts) - counts
     places[1, : batch.num_seqs] = firsts - lows

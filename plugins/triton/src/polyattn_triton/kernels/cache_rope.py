@@ -18,7 +18,7 @@ HEAD = tl.constexpr(4)
 
 @triton.jit
 def load_pairs(P, row, ok, SPAN: tl.constexpr, BLOCK_H: tl.constexpr, ROPE: tl.constexpr):
-    """Load rows' rotated elements: the first and the second of each pair; what isn't `ok` is zero."""
+    """Load rows' rotated elements: the first and the second of each pair. Rows without `ok` are zero."""
     HALF: tl.constexpr = SPAN // 2
     if ROPE == 1:
         pair = tl.arange(0, BLOCK_H)
@@ -92,7 +92,7 @@ def turned(first, second, cos, sin):
 
 @triton.jit
 def row_places_in_cache(row_pos, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr):
-    """Queries' places within the cache: what their windows have left behind is gone from it."""
+    """Queries' places within the cache, which no longer has the keys before their windows."""
     if CAUSAL and WINDOW > 0:
         row_pos = tl.minimum(row_pos, WINDOW + SINK - 1)
     return row_pos
@@ -145,5 +145,5 @@ def pair_block(span: int) -> int:
 
 @triton.constexpr_function
 def rest_block(size: int, span: int) -> int:
-    """Return how many columns hold what isn't rotated of `size` elements."""
+    """Return the number of columns for the unrotated part of `size` elements."""
     return max(16, 1 << (size - span - 1).bit_length())

@@ -22,7 +22,7 @@ LEAST = tl.constexpr(-1000.0)
 
 @triton.jit
 def _decays(marks, g, kind: tl.constexpr):
-    """Return what each token decays over the tokens that its row of `marks` has.
+    """Return each token's decay over the tokens that its row of `marks` has.
 
     Sums of log decays as a product: none is the difference of two sums. Of float32 a layer of 16 bits
     takes two halves of 11 bits each.
@@ -41,7 +41,7 @@ def _decays(marks, g, kind: tl.constexpr):
 
 @triton.jit
 def _rows(ROWS, columns, held, narrow: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Rows of norm 1, and what then makes them what they were, or are to be."""
+    """Rows of norm 1, and the factors that restore their norms or give them new ones."""
     x = load_tile(ROWS, columns, held, SIZE).to(tl.float32)
     squares = tl.sum(x * x, 1)
     if NORM:
@@ -165,7 +165,7 @@ def pair_kernel(
 
 @triton.jit
 def whole_place(seq, begin, head, heads, KS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where WHOLE has what a chunk, from token `begin` on, decays in all: no two have one place."""
+    """The place in WHOLE of the total decay of a chunk from token `begin` on; each chunk has its own."""
     return ((seq + begin // CHUNK).to(tl.int64) * heads + head) * KS
 
 
@@ -178,7 +178,7 @@ def chunk_kernel(
 ):  # fmt: skip
     """A sequence's chunks one after another. Grid: (sequences, heads, value blocks).
 
-    The state is (values, keys), so that what a product gives is the next one's left side where it lies.
+    The state is (values, keys), so that a product's result is the next one's left side in place.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)

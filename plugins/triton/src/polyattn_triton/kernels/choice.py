@@ -90,7 +90,7 @@ def chosen_places_kernel(
     BLOCK: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Write the places in the cache of a token's chosen entries, -1 for what it doesn't see.
+    """Write the places in the cache of a token's chosen entries, -1 for hidden ones.
 
     Grid: (tokens, blocks of entries). `budget`: a token's ids, of GROUP entries each.
     """

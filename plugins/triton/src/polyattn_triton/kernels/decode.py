@@ -139,7 +139,7 @@ def _attend(
     )
     if SINK_TOKENS == 0:
         low = near
-    # With kept tokens their tiles, then those of the window: one range with a gap.
+    # With sink tokens their tiles, then those of the window: one range with a gap.
     first, last, skip_from, skip_by = tiles_seen(
         low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
     )

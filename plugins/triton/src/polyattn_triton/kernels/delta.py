@@ -111,7 +111,7 @@ def delta_kernel(
 ):  # fmt: skip
     """A sequence's chunks one after another. Grid: (sequences, heads, value blocks).
 
-    The state is (values, keys), so that what a product gives is the next one's left side where it lies.
+    The state is (values, keys), so that a product's result is the next one's left side in place.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)

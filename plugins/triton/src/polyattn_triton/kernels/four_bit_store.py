@@ -123,7 +123,7 @@ def store_four_bits(
     numbers: tuple[float, float],
     by: int,
 ) -> None:
-    """Write a step's keys and values; `scales` or `numbers`: what is divided by, as `by` says."""
+    """Write a step's keys and values; `scales` or `numbers`: the divisors, in the form of `by`."""
     tokens, heads, size = key.shape
     pages = cache.value
     if (

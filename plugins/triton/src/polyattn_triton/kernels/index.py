@@ -24,7 +24,7 @@ def _seen(STARTS, LENS, token, seqs, DECODE: tl.constexpr):
 def _queries(
     Q, WEIGHTS, STARTS, LENS, at, first, tokens, seqs, q_t, q_h, w_t, w_h, FORM: tl.constexpr
 ):
-    """Queries as columns, what each is multiplied by, each token's sequence and how many entries it sees.
+    """Queries as columns, each one's factor, each token's sequence and its number of visible entries.
 
     FORM: the kernel's constants of tokens.
     """

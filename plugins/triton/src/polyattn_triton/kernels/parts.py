@@ -68,7 +68,7 @@ def _gathered(
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Merge any number of parts, `APART` rows from one another; one load asks for all merged at once.
+    """Merge any number of parts, `APART` rows from one another, with one load for all of them.
 
     Where parts are loaded one by one, ptxas leaves few in flight. A launch of merges alone has room.
     """

@@ -91,7 +91,7 @@ def unit_pieces_kernel(
     slot, start, count, begun, first, stop = _piece(
         piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
     )
-    if count == 0 or (PART == "left" and stop == count):  # nobody asks what the last one leaves
+    if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
         return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = c < CHANNELS
@@ -166,7 +166,7 @@ def phi_kernel(
     slot, start, count, begun, first, stop = _piece(
         piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
     )
-    if count == 0 or (PART == "left" and stop == count):  # nobody asks what the last one leaves
+    if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
         return
     kind: tl.constexpr = tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float32
     precision: tl.constexpr = "tf32" if V.dtype.element_ty == tl.float16 else "ieee"

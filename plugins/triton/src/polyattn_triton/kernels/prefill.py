@@ -207,7 +207,7 @@ def _attend(
         LIST, PARTLY, whole, count = list_of(INPUTS, listed_at, kv_head)
         entry = 0
         stop = count
-        if SPLIT:  # the same share of what is listed
+        if SPLIT:  # the same share of the list
             counted = tl.maximum(high_tile - low_tile, 1)
             entry = tl.minimum(begin, counted) * count // counted
             stop = tl.minimum(end, counted) * count // counted

@@ -219,7 +219,7 @@ def _value_tile(
     BIASED: tl.constexpr, KEEP: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store a token's values from head `first` on; only one with a bias is kept beside the cache."""
+    """Store a token's values from head `first` on. Only a value with a bias stays beside the cache."""
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
     v_scale = scale_of(number, V_SCALE, heads[:, None], HEADS, SCALES)
@@ -358,7 +358,7 @@ def rotate_and_store(
     # What isn't read needs something to stand in its place.
     numbers, tensors = ((1.0, 1.0), given) if scales else (given, (out, out))
     q_tile, k_tile = constants[13], constants[14]
-    # What a constant says isn't there is never read; something has to stand in its place.
+    # An argument that a constant marks as absent is never read, but needs a placeholder.
     turns = out if rotation is None else rotation.turns
     k, v = cache.key.stride(), cache.value.stride()
     _rotate_store(

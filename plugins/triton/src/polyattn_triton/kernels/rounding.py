@@ -1,4 +1,4 @@
-"""How does a store round? As torch does: divided as IEEE says, saturated, halves to even."""
+"""Rounds as torch's store does: IEEE division, saturation, halves to even."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, scale, limit, INTEGER: tl.constexpr):
-    """Divide as IEEE says, saturate, and round to integers with halves to even. NaN stays NaN."""
+    """Divide by IEEE's rule, saturate, and round to integers with halves to even. NaN stays NaN."""
     x = tl.div_rn(x.to(tl.float32), scale)
     x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -21,14 +21,14 @@ def rounded(x, scale, limit, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(number, SCALE, head, HEADS: tl.constexpr, SCALES: tl.constexpr):
-    """A head's scale: a number, or what a tensor holds; `SCALES` as `softmax.logit_scale` has it."""
+    """A head's scale: a number, or a tensor's element; `SCALES` as in `softmax.logit_scale`."""
     if SCALES > 0:
         number = tl.load(SCALE + head * (SCALES - 1), mask=head < HEADS, other=1.0)
     return number
 
 
 def limit_of(stored: torch.dtype, source: torch.dtype) -> float:
-    """Return the largest number that a cache of `stored` takes; 0 where it holds what is given."""
+    """Return the largest number that a cache of `stored` takes, or 0 for unscaled dtypes."""
     if stored == source:
         return 0.0
     return 127.0 if stored == torch.int8 else torch.finfo(stored).max

@@ -57,7 +57,7 @@ def store_rows(
     writers: tuple[Writer, Writer],
     tables: tuple[Tensor, Tensor],
 ) -> None:
-    """Write a step's keys and values; `scales` or `numbers`: what is divided by, as `by` says."""
+    """Write a step's keys and values; `scales` or `numbers`: the divisors, in the form of `by`."""
     tokens, heads, _ = key.shape
     k, v = cache.key.stride(), cache.value.stride()
     _write_rows(

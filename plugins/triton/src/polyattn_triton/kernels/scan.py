@@ -34,7 +34,7 @@ def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
 
 @triton.jit
 def state_of(STATE, kk, vv, begun, KS: tl.constexpr, VS: tl.constexpr):
-    """A program's part of a head's state as (values, keys): its place, what is there of it, float32."""
+    """A program's part of a head's state as (values, keys): its place, and its content in float32."""
     place = STATE + kk[None, :] * VS + vv[:, None]
     there = (kk < KS)[None, :] & (vv < VS)[:, None]
     return place, there, tl.load(place, mask=there & begun, other=0.0).to(tl.float32)
@@ -117,7 +117,7 @@ def conv_kernel(
         ).to(tl.float32)
         if WIDTH > 1:
             column = at + WIDTH - 1
-            if RING:  # before the sequence's first position: what its start left there, 0
+            if RING:  # before the sequence's first position the ring holds 0
                 column = (before + at + RING) % RING
             new += tl.load(
                 state[None, :] + column[:, None],
@@ -140,7 +140,7 @@ def conv_kernel(
                     mask=c_ok & ((source >= 0) | (begun == 0)),
                 )
     elif first == 0:
-        # In the order of the state, so that what is read is never yet overwritten.
+        # In the order of the state, so that reads come before overwrites.
         for w in tl.static_range(WIDTH - 1):
             source = count - (WIDTH - 1) + w
             given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)

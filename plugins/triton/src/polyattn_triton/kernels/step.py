@@ -123,7 +123,7 @@ def _token(
 ):  # fmt: skip
     """Take one token of Mamba-2, linear attention or the delta rule; returns the state after it."""
     group = head // EACH
-    # All are asked for before one is used: where its layout changes, the program waits for it.
+    # All loads start before the first use: a layout change waits for its load.
     q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0)
     k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0)
     x = tl.load(V + row * v_t + head * v_h + vv, mask=v_ok, other=0.0)

@@ -29,7 +29,7 @@ def blocks_in_table(BT, key_pos, bt_end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def load_rows(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Load whole rows of `SIZE` elements; what the tile's `BLOCK` columns have beyond is zero."""
+    """Load whole rows of `SIZE` elements. The tile's further columns up to `BLOCK` are zero."""
     if SIZE == BLOCK:
         rows = tl.load(pointers)
     else:

@@ -53,7 +53,7 @@ def channel_kernel(
     h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
     for t in range(count):
         row = (start + t).to(tl.int64)
-        # All are asked for before one is used: where its layout changes, the program waits for it.
+        # All loads start before the first use: a layout change waits for its load.
         q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0)
         k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0)
         v = tl.load(V + row * v_t + head * v_h + vv, mask=given, other=0.0)

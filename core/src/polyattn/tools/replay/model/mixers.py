@@ -27,7 +27,7 @@ class Mixer(nn.Module):
     spec: LayerSpec
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory], scales: Scales) -> None:
-        """Build the layers, of the weights that are loaded by now; `scales`: of what is cached."""
+        """Build the layers from the loaded weights; `scales`: of the cached keys and values."""
         raise NotImplementedError
 
 

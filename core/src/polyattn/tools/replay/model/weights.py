@@ -23,13 +23,13 @@ from polyattn.tools.replay.model.feed_forward import Linear, StackedExperts
 Shape = tuple[int, ...]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WIDE = ("e_score_correction_bias", "A_log", ".D", "dt_bias")
-"""Endings of weights that are kept in float32 whatever the model's dtype."""
+"""Endings of weights that stay in float32 in models of any dtype."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 E4M3 = "F8_E4M3"
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Names of what an e4m3 weight is times: compressed-tensors' and ModelOpt's; and of blocks of it."""
+"""Names of an e4m3 weight's scales (compressed-tensors, ModelOpt), and of scales of its blocks."""
 BLOCK = 128
-"""Rows and columns of what has a scale of its own, where there are several of both."""
+"""Rows and columns of a block with a scale of its own."""
 BESIDE = (*SCALES, "input_scale")
 """Names of tensors beside an e4m3 weight; activations stay in the model's dtype, without a scale."""
 RENAMED = (
@@ -64,7 +64,7 @@ def shapes_of(model: Decoder) -> dict[str, Shape]:
 
 
 def dtype_of(model: Decoder, name: str) -> torch.dtype:
-    """Return the dtype that a weight is kept in."""
+    """Return the dtype of a weight in memory."""
     return torch.float32 if name.endswith(WIDE) else model.dtype
 
 
@@ -187,7 +187,7 @@ class Checkpoint(Weights):
         return self._files[file]
 
     def _header(self, name: str) -> tuple[Shape, str]:
-        """Return a tensor's shape and dtype as its file says."""
+        """Return a tensor's shape and dtype from its file."""
         from safetensors import SafetensorError
 
         own, file = self._where[name]
