@@ -98,7 +98,8 @@ def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
     with pytest.raises(SelectionError) as caught:
         choose(*ALL, spec=LLAMA.replace(learned_sinks=True, head_size=96))
     text = str(caught.value)
-    for words in ("GENERAL for prefill", "HOPPER for decode", "learned_sinks", "head_size"):
+    phases = ("HOPPER for prefill and decode", "FAST_PREFILL for decode", "FAST_DECODE for decode")
+    for words in (*phases, "learned_sinks", "head_size"):
         assert words in text
 
 
