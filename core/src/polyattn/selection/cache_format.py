@@ -55,7 +55,8 @@ class CacheFormat:
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size"):
             integer(f"CacheFormat.{name}", getattr(self, name), 1, error=CacheError)
         flag("CacheFormat.value_in_key", self.value_in_key, CacheError)
-        if self.apart != 0:
+        integer("CacheFormat.apart", self.apart, 0, error=CacheError)
+        if self.apart:
             integer("CacheFormat.apart", self.apart, self.block_size, error=CacheError)
         if self.apart == self.block_size:  # so that equal formats are equal
             object.__setattr__(self, "apart", 0)
