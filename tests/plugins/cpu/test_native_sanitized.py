@@ -44,7 +44,7 @@ def test_threads_race_only_where_a_barrier_is_missing(
     here, made = Path(__file__).with_name("native_check"), tmp_path / "threads"
     sources = sorted(build.SOURCES.glob("*.cpp"))
     subprocess.run(
-        [*build.compiler(), "-std=c++17", "-O1", "-g", "-w", "-fsanitize=thread",
+        [*build.compiler(), "-std=c++17", "-O1", "-g", "-fsanitize=thread",
          *threads, *(("-U__ATOMIC_ACQ_REL", "-D__ATOMIC_ACQ_REL=0") if relaxed else ()),
          f"-I{build.SOURCES}",
          '-DPA_ISA="generic"', "-DPA_TABLE=pa_kernels_generic", "-DPA_BUILT(X)=X(generic)",

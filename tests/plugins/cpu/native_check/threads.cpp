@@ -51,7 +51,7 @@ struct Step {
   }
 
   std::vector<float> attend(const char *isa, int32_t threads) const {
-    const pa_layer layer = {HEADS, KV_HEADS, SIZE, SIZE, PA_F32, PA_F32, 1, 0, 0, 0, 0.2f, 0};
+    const pa_layer layer = {HEADS, KV_HEADS, SIZE, SIZE, PA_F32, PA_F32, 1, 0, 0, 0, 0, 0.2f, 0};
     const pa_batch batch = {(int32_t)lens.size(), BLOCK, threads, starts.data(), lens.data(), nullptr};
     std::vector<float> out(query.size());
     const int64_t token = KV_HEADS * SIZE;
