@@ -1,6 +1,6 @@
 // Do threads of the pool, or with TEAM those of a runtime, touch each other's memory? A program for
-// ThreadSanitizer, which prints what races: steps cut in parts, blocks of prompts and stores by four
-// threads, from two callers at once. Each output must have the bits that one thread computes; prints how
+// ThreadSanitizer, which prints what races: steps cut in parts, blocks of prompts, stores and a recurrence
+// by four threads, from two callers at once. Each output must have the bits that one thread computes; prints how
 // many steps there were, and returns 1 where one differs, or where memory that two gave back isn't used
 // again by two.
 
@@ -16,9 +16,11 @@
 #if defined(TEAM)
 // An OpenMP runtime whose threads ThreadSanitizer can follow. The pool finds it by name.
 extern "C" int omp_get_max_threads() { return 4; }
+thread_local int number = 0;
+extern "C" int omp_get_thread_num() { return number; }
 extern "C" void GOMP_parallel(void (*body)(void *), void *data, unsigned, unsigned) {
   std::vector<std::thread> team;
-  for (int i = 1; i < omp_get_max_threads(); i++) team.emplace_back(body, data);
+  for (int i = 1; i < omp_get_max_threads(); i++) team.emplace_back([=] { number = i, body(data); });
   body(data);
   for (std::thread &one : team) one.join();
 }
@@ -51,7 +53,7 @@ struct Step {
   }
 
   std::vector<float> attend(const char *isa, int32_t threads) const {
-    const pa_layer layer = {HEADS, KV_HEADS, SIZE, SIZE, PA_F32, PA_F32, 1, 0, 0, 0, 0.2f, 0};
+    const pa_layer layer = {HEADS, KV_HEADS, SIZE, SIZE, PA_F32, PA_F32, 1, 0, 0, 0, 0, 0.2f, 0};
     const pa_batch batch = {(int32_t)lens.size(), BLOCK, threads, starts.data(), lens.data(), nullptr};
     std::vector<float> out(query.size());
     const int64_t token = KV_HEADS * SIZE;
@@ -83,6 +85,28 @@ struct Step {
   }
 };
 
+// States and outputs of linear attention, of a token of each sequence.
+std::vector<float> recur(const char *isa, int32_t threads) {
+  const int seqs = 61, row = HEADS * SIZE, slot = row * SIZE;
+  std::vector<float> in(seqs * row), decay(HEADS, -0.1f), states(seqs * slot + seqs * row);
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  for (float &x : in) x = normal(random);
+  for (float &x : states) x = normal(random);
+  std::vector<int32_t> starts = {0}, before(seqs, 1);
+  std::vector<int64_t> slots;
+  for (int i = 0; i < seqs; i++) starts.push_back(i + 1), slots.push_back(seqs - 1 - i);
+  pa_scan scan = {};
+  scan.kind = PA_LINEAR, scan.dtype = scan.state_dtype = PA_F32;
+  scan.num_seqs = scan.num_slots = seqs, scan.num_heads = scan.num_groups = HEADS;
+  scan.rows = scan.columns = SIZE, scan.state_slot = slot, scan.scale = 0.2f;
+  scan.starts = starts.data(), scan.slots = slots.data(), scan.before = before.data();
+  for (int i = 0; i < 3; i++) scan.inputs[i] = {in.data(), row, SIZE, PA_F32};
+  scan.params[0] = decay.data(), scan.states = states.data(), scan.out = states.data() + seqs * slot;
+  if (pa_scan_step(isa, &scan, threads)) std::puts("a scan failed");
+  return states;
+}
+
 // Whether memory that two callers have given back serves two callers again, and no third.
 bool used_again() {
   Buffer *small = pa_take_buffer(1 << 12), *large = pa_take_buffer(1 << 20);
@@ -106,11 +130,12 @@ int main() {
       const Step &step = steps[(which + time) % steps.size()];
       differ[which] += step.attend(isa, 4) != step.attend(isa, 1);
       differ[which] += step.store(isa, 4) != step.store(isa, 1);
+      differ[which] += recur(isa, 4) != recur(isa, 1);
     }
   };
   std::thread other(caller, 1);
   caller(0);
   other.join();
-  std::printf("%d steps, %d differ\n", 4 * TIMES, differ[0] + differ[1]);
+  std::printf("%d steps, %d differ\n", 6 * TIMES, differ[0] + differ[1]);
   return differ[0] + differ[1] != 0;
 }

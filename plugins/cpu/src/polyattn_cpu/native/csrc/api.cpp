@@ -359,5 +359,6 @@ int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t threads) {
   if (scan->kind == PA_SHORT_CONV) groups = (tokens + pa_conv_tokens(scan) - 1) / pa_conv_tokens(scan);
   int64_t useful = 1 + tokens * scan->state_slot / 100000;
   int32_t some = useful < threads ? (int32_t)useful : threads;
-  return pa_parallel((int32_t)(groups * pa_scan_pieces(scan)), some, kernels->scan_scratch(scan), scan_one, &run) ? 0 : -1;
+  int32_t items = (int32_t)(groups * pa_scan_pieces(scan));
+  return pa_parallel(items, some, kernels->scan_scratch(scan), scan_one, &run, true) ? 0 : -1;
 }

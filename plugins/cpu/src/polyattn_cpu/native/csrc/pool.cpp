@@ -20,12 +20,15 @@
 
 namespace {
 
+enum { MOST_RANGES = 64 };
+
 struct Job {
   void (*body)(void *, Turn *);
   void *context;
   int32_t count;
   int64_t scratch_bytes;
-  int32_t next = 0;  // taken atomically
+  int32_t ranges = 1;
+  int32_t next[MOST_RANGES];  // in each range the first item that no thread has taken; taken atomically
   int processor = -1;  // the caller's, as it began
   int64_t ended = 0;   // when the first thread found no item
 };
@@ -51,7 +54,7 @@ Buffer *buffers = nullptr;
 // The OpenMP runtime of torch's operators. Its threads spin for milliseconds after each operator: they
 // work at once, while a thread of the pool would share a core with one of them.
 void (*team)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
-int (*size_of_team)() = nullptr;
+int (*size_of_team)() = nullptr, (*number_in_team)() = nullptr;
 
 void start_over() {
   pool = new Pool;
@@ -64,7 +67,8 @@ Pool *the_pool() {
     start_over();
 #if !defined(_WIN32)
     *(void **)&size_of_team = dlsym(RTLD_DEFAULT, "omp_get_max_threads");
-    if (size_of_team) *(void **)&team = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    *(void **)&number_in_team = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+    if (size_of_team && number_in_team) *(void **)&team = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     pthread_atfork(nullptr, nullptr, start_over);
 #endif
   });
@@ -89,16 +93,23 @@ thread_local Scratch scratch;
 
 bool poisoned = false;
 
-void take_items(Job &job) {
+int32_t first_of(const Job &job, int32_t range) { return (int32_t)((int64_t)job.count * range / job.ranges); }
+
+// Does the items of the range `own`, then helps with the other ranges. Each thread comes to all of them, so the items
+// get done however many threads there are and whatever their numbers.
+void take_items(Job &job, int32_t own) {
   char *memory = scratch.at_least(job.scratch_bytes);
   if (!memory) return;
-  Turn turn = {0, job.count, -1, &job.next, false, false, {memory, job.scratch_bytes}};
-  while ((turn.index = pa_following(&turn)) < job.count) {
-    turn.following = -1;
-    turn.asked = turn.asked_after;
-    turn.asked_after = false;
-    if (poisoned) std::memset(memory, 0xFF, job.scratch_bytes);
-    job.body(job.context, &turn);
+  for (int32_t i = 0; i < job.ranges; i++) {
+    const int32_t range = (own + i) % job.ranges;
+    Turn turn = {0, first_of(job, range + 1), -1, &job.next[range], false, false, {memory, job.scratch_bytes}};
+    while ((turn.index = pa_following(&turn)) < turn.count) {
+      turn.following = -1;
+      turn.asked = turn.asked_after;
+      turn.asked_after = false;
+      if (poisoned) std::memset(memory, 0xFF, job.scratch_bytes);
+      job.body(job.context, &turn);
+    }
   }
 }
 
@@ -134,11 +145,11 @@ void work(Pool *of) {
   for (;;) {
     of->work.wait(lock, [of] { return of->job && of->wanted > 0; });
     Job *job = of->job;
-    of->wanted--;
+    const int32_t number = of->wanted--;
     of->active++;
     lock.unlock();
     leave_processor(job->processor);
-    take_items(*job);
+    take_items(*job, number);
     lock.lock();
     if (--of->active == 0) of->idle.notify_one();
   }
@@ -161,7 +172,7 @@ int64_t nanoseconds() {
 
 void take_part(void *of) {
   Job &job = *(Job *)of;
-  take_items(job);
+  take_items(job, number_in_team());
   int64_t none = 0;
   __atomic_compare_exchange_n(&job.ended, &none, nanoseconds(), false, __ATOMIC_RELAXED,
                               __ATOMIC_RELAXED);
@@ -184,7 +195,7 @@ void by_team(Pool *of, Job &job) {
 void pa_poison(void) { poisoned = true; }
 
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *, Turn *), void *context) {
+                 void (*body)(void *, Turn *), void *context, bool by_ranges) {
   Job job;
   job.body = body;
   job.context = context;
@@ -192,15 +203,17 @@ bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
   job.scratch_bytes = scratch_bytes;
   if (!scratch.at_least(scratch_bytes)) return false;
   int32_t helpers = (threads < count ? threads : count) - 1;
+  if (by_ranges && helpers > 0) job.ranges = helpers < MOST_RANGES ? helpers + 1 : MOST_RANGES;
+  for (int32_t range = 0; range < job.ranges; range++) job.next[range] = first_of(job, range);
   if (helpers <= 0) {
-    take_items(job);
+    take_items(job, 0);
     return true;
   }
   job.processor = this_processor();
   Pool *of = the_pool();
   std::unique_lock<std::mutex> region(of->region, std::try_to_lock);
   if (!region.owns_lock()) {
-    take_items(job);
+    take_items(job, 0);
     return true;
   }
   if (of->without_team) {
@@ -216,7 +229,7 @@ bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
     of->wanted = helpers;
   }
   for (int32_t i = 0; i < helpers; i++) of->work.notify_one();
-  take_items(job);
+  take_items(job, 0);
   std::unique_lock<std::mutex> lock(of->lock);
   of->job = nullptr;
   of->wanted = 0;

@@ -16,9 +16,9 @@ struct Room {
 
 // A thread's part in a region: which item it does, and, once it wants to know, which one after it.
 struct Turn {
-  int32_t index, count;     // of the item; of all items
+  int32_t index, count;     // of the item; where its range ends
   int32_t following;        // -1: not taken yet
-  int32_t *next;            // the first item that no thread has taken
+  int32_t *next;            // the first item of the range that no thread has taken
   bool asked, asked_after;  // the first keys of this item, of the following one, were asked for before
   Room scratch;
 };
@@ -30,10 +30,12 @@ static inline int32_t pa_following(Turn *turn) {
 }
 
 // Calls body(context, turn) for each index below `count`, on up to `threads` threads, the caller's
-// among them; each has `scratch_bytes` of memory of its own. Indices are taken in order.
+// among them; each has `scratch_bytes` of memory of its own. They take indices in order. With `by_ranges` each
+// begins with a range of its own and then helps with the others. A runtime's thread begins with the same range
+// in each call, as its cache may hold what it wrote there.
 // False where memory is short. Calls from several threads at once are fine: the later one runs alone.
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *context, Turn *turn), void *context);
+                 void (*body)(void *context, Turn *turn), void *context, bool by_ranges = false);
 
 // Memory that is used again: at least `bytes`, at a cache line. NULL where memory is short.
 struct Buffer {
