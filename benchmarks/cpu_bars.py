@@ -310,11 +310,7 @@ class Visit:
         ratio = spec.num_heads // spec.num_kv_heads
         for n in (0, 4096, 16384):
             calls[f"rows {n}"] = partial(self.native.read_runs, runs, size, n, 0)
-            if self.isa == "amx" and ratio > 8:  # of fewer, tile registers have fewer rows
-                calls[f"products {n}"] = partial(
-                    self.native.read_tiles, *self._rows(step, cache), n
-                )
-            elif self.isa != "amx":
+            if self.isa != "amx":
                 calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
         calls["mm"] = multiply
         turns: Calls = {}
@@ -347,19 +343,6 @@ class Visit:
         both = [at + stored.data_ptr() for stored in (view.key, view.value)]
         runs = self.torch.cat(both, 1).flatten()
         return runs, len(piece.lens) * self._row_bytes(view) * int(piece.lens[0]) // len(runs)
-
-    def _rows(self, step: Any, cache: Any) -> tuple[Any, int]:
-        """Return where each row and head's keys lie, then its values, and a row's bytes; whole tiles."""
-        (piece,), planner = step.pieces, step.planner
-        view, _ = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
-        (_, tokens, heads, width), (unit, by_token, by_head, _) = view.key.shape, view.key.stride()
-        inside = (
-            self.torch.arange(heads)[:, None, None] * by_head + self.torch.arange(tokens) * by_token
-        )
-        at = (piece.table.long()[:, None, :, None] * unit + inside).flatten(2)
-        at = at[..., : int(piece.lens[0]) // 128 * 128].flatten(0, 1) * view.key.itemsize
-        both = [at + stored.data_ptr() for stored in (view.key, view.value)]
-        return self.torch.cat(both, 1), width * view.key.itemsize
 
     @staticmethod
     def _row_bytes(view: Any) -> int:

@@ -93,9 +93,8 @@ def reader() -> Any:
     command = [*native.compiler(), *flags, str(source), *threads, "-o", str(made)]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(made))
-    for read in (library.read_runs, library.read_tiles):
-        read.restype = ctypes.c_bool
-        read.argtypes = [ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4]
+    library.read_runs.restype = ctypes.c_bool
+    library.read_runs.argtypes = [ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4]
     return library
 
 
@@ -126,14 +125,6 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
 def read_runs(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
     assert reader().read_runs(
         torch.get_num_threads(), runs.data_ptr(), runs.numel(), size, ahead, products
-    )
-
-
-def read_tiles(rows: torch.Tensor, size: int, ahead: int) -> None:
-    """Read items' keys, then as many values, by tile registers."""
-    items, both = rows.shape
-    assert reader().read_tiles(
-        torch.get_num_threads(), rows.data_ptr(), items, both // 2, size, ahead
     )
 
 
