@@ -1,4 +1,4 @@
-"""How are keys rotated when they are read? At their places within the cache (StreamingLLM)."""
+"""Rotates keys when they are read, at their places within the cache (StreamingLLM)."""
 
 from __future__ import annotations
 

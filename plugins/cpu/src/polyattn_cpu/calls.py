@@ -1,4 +1,4 @@
-"""What does TORCH_SDPA need for one sequence besides its queries?"""
+"""TORCH_SDPA's inputs for one sequence besides its queries."""
 
 from __future__ import annotations
 

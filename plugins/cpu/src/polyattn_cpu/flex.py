@@ -43,7 +43,7 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 class FlexPlan(Plan):
-    """Where every row and key of the padded batch belongs, and which blocks of them meet.
+    """Every row's and key's place in the padded batch, and the blocks with visible pairs.
 
     `own` int64 (rows,): where each query's own key lies among the packed keys. `places`: those of rows
     and keys in their sequences, for a layer's functions; `masked`: whether the blocks have their masks.
@@ -61,7 +61,7 @@ class FlexPlan(Plan):
         self.num_keys = int(lens.sum())
         seq_q, at_q = _rows(query_lens, _padded(batch.num_tokens))
         self.seq_k, self.at_k = _rows(lens, self.num_keys)
-        nothing = torch.zeros(1, dtype=torch.int64)  # what rows of padding have
+        nothing = torch.zeros(1, dtype=torch.int64)  # for padding rows
         context, length, start = (
             torch.cat([each, nothing])[seq_q]
             for each in (lens - query_lens, lens, lens.cumsum(0) - lens)
@@ -77,7 +77,7 @@ class FlexPlan(Plan):
             self.places = Places(
                 batch, seq_q, position, self.seq_k, self.at_k, _padded(self.num_keys)
             )
-            # A mask whose inputs the step brings decides which blocks there are; else it is the score's.
+            # A mask with inputs of the step decides the blocks. Other masks apply to scores.
             self.masked = pointwise.mask_inputs <= batch.inputs.keys()
         if pointwise is not None and self.places is not None and self.masked:
             heads = spec.num_heads if spec.variant else 1
@@ -159,7 +159,7 @@ class FlexAttention(AttentionBackend):
 
 
 def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keep what isn't finite to its own sequence: a masked weight of 0 times NaN is NaN.
+    """Keep values that aren't finite within their sequence: a masked weight of 0 times NaN is NaN.
 
     Returns keys and values with such tokens zeroed, and which sequences had one (None: none did).
     """

@@ -1,4 +1,4 @@
-"""Which keys does each query of a packed batch see? Two intervals at most, and torch's `BlockMask`.
+"""The keys that each query of a packed batch sees: two intervals at most, as torch's `BlockMask`.
 
 `create_block_mask` asks for every query and key: with 128k of each a tensor of 16 GiB. Counting where
 intervals begin and end gives the same blocks.

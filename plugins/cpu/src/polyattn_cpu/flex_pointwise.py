@@ -1,4 +1,4 @@
-"""How does FLEX_ATTENTION call a variant's functions? A packed batch's rows aren't positions."""
+"""FLEX_ATTENTION's calls of a variant's functions. A packed batch's rows aren't positions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from polyattn_cpu.flex_blocks import BLOCK
 
 PAIRS = 1 << 26
-"""Queries times keys times heads whose masks are made at a time."""
+"""Most masked pairs (queries times keys times heads) at a time."""
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:
-    """Say why a variant can't be served: `flex_attention` always takes a softmax."""
+    """Return why a variant can't be served: `flex_attention` always takes a softmax."""
     return None if variant.softmax else "torch's flex_attention can't leave the softmax out"
 
 

@@ -1,4 +1,4 @@
-"""Reads one sequence's keys and values out of a paged cache, touching only what is seen."""
+"""Reads one sequence's visible keys and values from a paged cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """Exactly the keys that a block of queries sees: one or two ranges of positions."""
+    """The keys that a block of queries sees: one or two ranges of positions."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -58,7 +58,7 @@ def picked(
 
 
 class PagedReader:
-    """Reads sequences of a batch; which blocks lie side by side is found once, at the plan."""
+    """Reads sequences of a batch. The plan finds once which blocks lie side by side."""
 
     def __init__(self, batch: Batch):
         self.table = batch.block_table

@@ -33,7 +33,7 @@ class TorchMLA(TorchSDPA):
 
 
 class TorchSparseMLA(SparseBackend):
-    """Each token attends to its chosen rows, gathered a bounded number at a time."""
+    """Attends each token to its chosen rows, a bounded number of gathered rows at a time."""
 
     name: ClassVar[str] = "TORCH_MLA_SPARSE"
 
@@ -44,7 +44,7 @@ class TorchSparseMLA(SparseBackend):
         rank, formats = form.v_head_size, form.rows
         compute = torch.float64 if query.dtype == torch.float64 else torch.float32
         scale = frame.params.k_scale if stored.dtype.itemsize == 1 else 1.0
-        # Products of several tokens in a call may be summed otherwise than one's.
+        # A product of several tokens may sum in another order than one token's.
         elements = 1 if self.spec.batch_invariant else SPARSE_ELEMENTS
         step = max(1, elements // (choice.shape[1] * stored.shape[3]))
         for start in range(0, len(query), step):

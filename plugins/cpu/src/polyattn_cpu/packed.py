@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from polyattn_cpu.gather import picked
 
 FLASH_DTYPES, FLASH_SIZE = ("bfloat16", "float16"), 256
-"""What torch's build of FlashAttention takes; its memory-efficient kernel takes the rest."""
+"""The head sizes of torch's build of FlashAttention. Its memory-efficient kernel takes the rest."""
 FLASH = torch.ops.aten._flash_attention_forward
 EFFICIENT = torch.ops.aten._efficient_attention_forward
 DENSE: Any = scaled_dot_product_attention
@@ -63,7 +63,7 @@ def _window(spec: LayerSpec) -> tuple[int, int]:
 
 
 class Packed:
-    """Where a step's keys are, from the first one in a query's window; found once a plan, when needed."""
+    """A step's keys, from the first one in a query's window. Located once a plan, at first use."""
 
     def __init__(self, spec: LayerSpec, batch: Batch, cache: CacheFormat | None):
         self.spec, self.batch = spec, batch
@@ -112,13 +112,13 @@ class Packed:
     ) -> AttentionState:
         """Attend to what `read` returned; `query` (tokens, heads, size) of its dtype.
 
-        `summed`: whether the state's LSE is read. If not, it may be anything.
+        `summed`: whether the caller reads the state's LSE. If not, it may be arbitrary.
         """
         spec, batch = self.spec, self.batch
         if self.dense and not summed:
             return self._attend_dense(query, keys, values, scale)
         most = batch.max_query_len
-        if batch.num_tokens < batch.num_seqs:  # of single tokens it takes as many as sequences
+        if batch.num_tokens < batch.num_seqs:  # for single tokens it expects one in each sequence
             most = max(2, most)
         starts = (batch.query_start_loc, self.key_starts, most, self.longest)
         query, keys, values = (_aligned(each) for each in (query, keys, values))
@@ -140,7 +140,7 @@ class Packed:
             if summed:
                 lse = lse.masked_fill(lse == torch.inf, -torch.inf)
             return AttentionState(output, lse)
-        # It knows no group of query heads: a call for each place in a group, so that no key is repeated.
+        # It has no groups of query heads. A call for each place in a group repeats no key.
         mask, each = (FROM_BOTTOM_RIGHT if spec.causal else 0), spec.gqa_ratio
         outputs, sums = [], []
         for place in range(each):
@@ -153,7 +153,7 @@ class Packed:
     def _attend_dense(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float | Tensor
     ) -> AttentionState:
-        """Call `scaled_dot_product_attention`: of its kernels torch takes the fastest, cuDNN's too."""
+        """Call `scaled_dot_product_attention`. torch takes the fastest of its kernels, cuDNN's too."""
         rows = len(self.counts)
         packed = (each.unflatten(0, (rows, -1)).transpose(1, 2) for each in (query, keys, values))
         causal = self.spec.causal and self.batch.max_query_len > 1

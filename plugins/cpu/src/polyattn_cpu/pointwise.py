@@ -1,4 +1,4 @@
-"""How does TORCH_SDPA apply a variant's functions and a step's mask? It computes the scores itself."""
+"""A variant's functions and a step's mask in TORCH_SDPA, which computes the scores itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does this machine have? Its processor and, for torch.compile, a C++ compiler."""
+"""Probes the processor and, for torch.compile, the C++ compiler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _cpuinfo() -> tuple[str, frozenset[str]]:
 
 
 def compiler() -> str | None:
-    """Say why torch.compile can't build C++ here, or None."""
+    """Return why torch.compile can't build C++ here, or None."""
     named = os.environ.get("CXX")
     if named:
         return None if shutil.which(named) else f"CXX={named!r} is not an executable"

@@ -32,9 +32,9 @@ Tensors = Mapping[str, Tensor]
 
 
 VECTORS = 32
-"""Elements of two of the widest vectors, which torch's loops take at a time."""
+"""Elements that torch's loops take at a time: two of the widest vectors."""
 ON_ONE_THREAD = 1 << 15
-"""Elements up to which they don't divide their work among threads."""
+"""Elements up to which torch's loops run on one thread."""
 
 
 class ScanPlan(Plan):
@@ -114,7 +114,9 @@ class TorchScan(RecurrentBackend):
             alone = bool(self.spec.batch_invariant)
             state = state.float() if narrow else state.clone() if alone else state
             part = {name: x[rows].clone() if alone else x[rows] for name, x in inputs.items()}
-            if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
+            if (
+                self.spec.kind is AttentionKind.RG_LRU
+            ):  # a sequence's first token has another formula
                 part["fresh"] = out.new_tensor(plan.before[index] == 0, dtype=torch.bool)
             elif _is_ring(self.spec):
                 part["before"] = torch.tensor(plan.before[index], device="cpu")
@@ -138,7 +140,7 @@ class TorchScan(RecurrentBackend):
         states: Tensor,
         out: Tensor,
     ) -> None:
-        """Advance each slot's state by a token, before which its sequence had so many."""
+        """Advance each slot's state by a token, after so many earlier ones of its sequence."""
         live = [i for i, slot in enumerate(of_slots) if slot >= 0]
         if not live:
             return
@@ -325,7 +327,7 @@ def _kda_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, o
     x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
     q, k = (t.transpose(0, 1) for t in _delta_keys(spec, x))
     v, g, beta = x["v"].transpose(0, 1), x["g"].transpose(0, 1), x["beta"].T[..., None]
-    # What is read is the decayed state's; what is written takes it away again, beta times.
+    # The rule reads the decayed state, and writes beta times the difference from it.
     out.copy_(low_rank_scan(q, beta * k, v, g, k * g.exp(), -beta * k, state).transpose(0, 1))
 
 

@@ -48,7 +48,7 @@ SCORES = 1 << 26
 
 
 class SdpaPlan(Plan):
-    """Which blocks lie side by side is found once, by whichever layer reads them first."""
+    """A plan. The first layer that reads the cache finds which blocks lie side by side."""
 
     __slots__ = ("alike", "packed", "reader")
 
@@ -58,7 +58,7 @@ class SdpaPlan(Plan):
 
 
 class TorchSDPA(AttentionBackend):
-    """Serves every feature; what the fused kernel lacks (soft cap, wide V) is plain matmuls."""
+    """Serves every feature. Plain matmuls compute what the fused kernel lacks (soft cap, wide V)."""
 
     name: ClassVar[str] = "TORCH_SDPA"
 
@@ -88,7 +88,7 @@ class TorchSDPA(AttentionBackend):
         scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
         if stored.dtype.itemsize == 1:
             scales = self._wide(params.k_scale), self._wide(params.v_scale)
-        if query.dtype.itemsize == 1:  # exact in every wider dtype
+        if query.dtype.itemsize == 1:  # every wider dtype is exact
             query = query.to(STORAGE_DTYPES[self.spec.dtype])
             scales = (scales[0] * self._wide(params.q_scale), scales[1])
         if plan.packed is not None:
@@ -175,7 +175,7 @@ class TorchSDPA(AttentionBackend):
         return rope is not None and rope.positions == "cache"
 
     def _causal(self, query: Tensor, call: Call, context: int) -> AttentionState:
-        """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
+        """Attend to context and new tokens apart: the kernel's causal mask is aligned to the top left."""
         read = call.source.read
         tail = self._kernel(query, *read(Span(((context, call.length),))), call, causal=True)
         if context == 0:
@@ -276,7 +276,7 @@ class TorchSDPA(AttentionBackend):
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
-        """The same in torch operators, in float32 or more, for features that the fused kernel lacks."""
+        """Attend by torch operators, in float32 or more, for features that the fused kernel lacks."""
         scores = self._scores(query, keys, call)
         if bias is not None:
             scores += bias
@@ -292,7 +292,7 @@ class TorchSDPA(AttentionBackend):
         first: int,
         call: Call,
     ) -> AttentionState:
-        """By hand too, with what a variant's functions and a step's mask do to the scores."""
+        """Attend by torch operators, with a variant's functions and a step's mask on the scores."""
         assert call.places is not None
         scores = self._scores(query, keys, call)
         position = torch.arange(first, first + len(query), device=query.device)[:, None]

@@ -1,4 +1,4 @@
-"""What this plugin declares for MLA and recurrent layers. Imports neither torch nor any library."""
+"""The plugin's declarations for MLA and recurrent layers. Imports neither torch nor any library."""
 
 from __future__ import annotations
 

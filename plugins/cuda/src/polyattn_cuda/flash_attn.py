@@ -29,7 +29,7 @@ from polyattn_cuda.providers import vllm_library
 from polyattn_cuda.splits import captured_splits
 
 SHORT = 16
-"""Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
+"""Query tokens up to which the KV-cache kernel runs. It splits the keys; the varlen one doesn't."""
 
 
 class FlashPlan(Plan):

@@ -29,7 +29,7 @@ TILE_HEADS = 64
 
 
 class SplitPlan(LatentPlan):
-    """Into how many parts each sequence's keys are split; 0: the library decides by the lengths."""
+    """The number of parts of each sequence's keys; 0: the library decides by the lengths."""
 
     __slots__ = ("splits",)
 

@@ -77,7 +77,7 @@ class FlashAttention3(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
         splits = 0
-        if self.spec.batch_invariant:  # of any other number the library chooses where by the batch
+        if self.spec.batch_invariant:  # with another number the batch would decide where it splits
             splits = 1
         elif self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
             splits = captured_splits(self.num_sms, batch.num_seqs * self.spec.num_kv_heads)

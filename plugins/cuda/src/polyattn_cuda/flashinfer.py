@@ -34,7 +34,7 @@ from polyattn_cuda.outputs import contiguous_after, quantized_after
 from polyattn_cuda.paging import PackedKeys, page_lists
 
 SHORT = 16
-"""Query tokens of a sequence up to which its row is taken as a decode."""
+"""Query tokens of a sequence up to which its row counts as a decode."""
 TILE_ROWS, FLOAT_BYTES, STEP_BYTES = 128, 4, 64 << 20
 FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of keys and values that its FA3 kernels are instantiated for; FA2's take any 64s."""
@@ -70,7 +70,7 @@ class FlashInferPlan(Plan):
         assert origin is None or isinstance(origin, FlashInferPlan)
         self.empty: Tensor | None = empty_rows(batch, causal) if origin is None else origin.empty
         self.keys, self.origin = None, origin
-        # By a layer's own inputs, what its functions are given.
+        # The functions' inputs, by those of the layer.
         self.given: dict[Any, tuple[Any, ...]] = {}
 
 
@@ -111,7 +111,7 @@ class FlashInferAttention(AttentionBackend):
         }
 
     def prepare(self, phases: tuple[str, ...]) -> None:
-        """Plan for one token: its kernels are compiled where they are planned for first."""
+        """Plan for one token, because FlashInfer compiles kernels at their first plan."""
         table = None
         if self.cache is not None:
             table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)

@@ -62,7 +62,7 @@ class FlashInferMLA(LatentAdapter):
         )  # fmt: skip
 
     def prepare(self, phases: tuple[str, ...]) -> None:
-        """Plan for one token: its kernels are compiled where they are planned for first."""
+        """Plan for one token, because FlashInfer compiles kernels at their first plan."""
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
         self.plan(Batch([0, 1], [1], table, device=self.torch_device))
 
@@ -103,7 +103,7 @@ class CutlassMLA(LatentAdapter):
 
     @cached_property
     def wrapper(self) -> Any:
-        """FlashInfer's. Nothing is planned into it: lengths and pages come with each call."""
+        """FlashInfer's workspace. It holds no plan: lengths and pages come with each call."""
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         buffer = self.workspaces.scratch(self.torch_device, WORKSPACE_BYTES)

@@ -1,4 +1,4 @@
-"""What is a trace's source in CUDA? A variant's declaration, as FlashInfer's JIT takes it.
+"""A trace's source in CUDA: a variant's declaration for FlashInfer's JIT.
 
 One transform of logits holds the functions and the masks: FlashInfer asks its own mask of logits on
 border tiles alone. Hidden logits become its "infinity" (5e4), so that a row that sees nothing has output

@@ -1,4 +1,4 @@
-"""How does FLASHINFER serve functions and masks? By its JIT, by its custom masks, over chosen pages."""
+"""Functions and masks in FLASHINFER: by its JIT, by its custom masks, or over chosen pages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Functions:
 
 
 class StepMasks:
-    """What a layer's step mask shows, beside its own: as bits, or as the pages there are."""
+    """A step's mask beside the layer's own: as bits, or as a list of pages."""
 
     def __init__(self, spec: LayerSpec, pointwise: Pointwise, block_size: int | None):
         self.spec, self.pointwise, self.block_size = spec, pointwise, block_size

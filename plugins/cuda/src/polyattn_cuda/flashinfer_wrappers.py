@@ -1,4 +1,4 @@
-"""Which plan owns a wrapper? FlashInfer keeps a step's plan in one; each plan leases its own."""
+"""Leases of wrappers. FlashInfer stores a step's plan in a wrapper, so each plan leases its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyattn.kernel import CacheFormat, LayerSpec, Plan
 from polyattn_cuda.paging import Room, num_pages
 
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
+"""FlashInfer's recommended workspace for parts of split keys. Each group has at least this much."""
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
 
@@ -41,7 +41,7 @@ class Lease:
 
     @property
     def landed(self) -> bool:
-        """Whether the device has fetched what was planned last."""
+        """Whether the device has fetched the last plan."""
         return self.copied is None or bool(self.copied.query())
 
     def plan(self, *args: Any, **options: Any) -> None:
@@ -92,7 +92,7 @@ class WrapperPool:
         return self.lease(plan, ("decode", plan.batch.num_seqs), max(1, pages))
 
     def give_back(self, kind: Any, lease: Lease) -> None:
-        """Keep a wrapper for the next plan; of too many idle ones the oldest goes."""
+        """Store a wrapper for the next plan. If too many are idle, the oldest is dropped."""
         self.idle.append((kind, lease))
         if len(self.idle) > MOST_IDLE and self.idle[0][1].landed:
             self.idle.pop(0)

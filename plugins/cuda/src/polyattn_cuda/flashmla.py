@@ -39,7 +39,7 @@ class FlashMLAPlan(LatentPlan):
 
     @property
     def schedule(self) -> Any:
-        """What an earlier layer of this step, or of this capture, left; None for the first one."""
+        """The schedule of an earlier layer of this step or capture; None for the first layer."""
         return self._schedules.get(capturing())
 
     @schedule.setter

@@ -33,7 +33,7 @@ from polyattn_cuda.profiles import PROFILES
 MASKS = names("causal non_causal gqa sliding_window")
 DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
 EITHER = frozenset({True, False})
-"""Over a cache, and to keys and values that are given whole."""
+"""Over a cache, and over keys and values that are passed whole."""
 ATTENTION = AttentionKind.ATTENTION
 
 FA2_ALIBI = (
@@ -43,7 +43,7 @@ FA2_ALIBI = (
 PLAIN = Capabilities(
     platforms={"cuda": ("sm_80+",)}, roles=frozenset(Role), cached=EITHER, features=MASKS
 )
-"""What nearly all attention here claims."""
+"""The claims of nearly all attention here."""
 FA2 = PLAIN.but(
     adds="logit_soft_cap alibi lse",
     head_sizes=multiples(8, low=32, high=256),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class LatentPlan(Plan):
-    """Which tokens see no key; of a captured step the capture says."""
+    """Tokens that see no key. For a captured step the capture marks them."""
 
     __slots__ = ("empty",)
 

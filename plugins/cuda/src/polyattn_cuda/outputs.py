@@ -1,4 +1,4 @@
-"""How does what a kernel writes become the output that its layer asks for?"""
+"""Converts a kernel's output to the layer's dtype and strides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyattn.kernel import STORAGE_DTYPES, Frame, write_output
 
 
 def quantized_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, Any, Frame], None]:
-    """Let a backend's `run` write a tensor in the layer's dtype, and store it quantised after it."""
+    """Make a backend's `run` write a tensor in the layer's dtype, and quantise it afterwards."""
 
     @wraps(run)
     def through(self: Any, plan: Any, frame: Frame) -> None:
@@ -26,7 +26,7 @@ def quantized_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, An
 
 
 def contiguous_after(run: Callable[[Any, Any, Frame], None]) -> Callable[[Any, Any, Frame], None]:
-    """Give a kernel that takes an address alone a contiguous output, and copy it to the layer's."""
+    """Give a kernel that takes only an address a contiguous output, and copy it to the layer's."""
 
     @wraps(run)
     def through(self: Any, plan: Any, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Which package provides a kernel here? Looks at metadata and folders; imports no library."""
+"""Finds the package that provides a kernel. Reads metadata and folders; imports no library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a query rounded to e4m3? By the largest value of its request and KV head, in Triton's kernels.
+"""Rounds queries to e4m3 by the largest value of a request and KV head, in Triton's kernels.
 
 Decodes take one launch: a token's scale is its own. Rows of several tokens take two: the largest values
 meet in atomic maxima, whose order changes nothing, then all is divided. Torch's operators, six launches
@@ -14,7 +14,7 @@ from torch import Tensor
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 LEAST = 1e-12
-"""The largest value of a query that is all zeros counts as this."""
+"""The largest value that counts for a query of zeros."""
 ELEMENTS = 8192
 """Of the query that a program holds."""
 

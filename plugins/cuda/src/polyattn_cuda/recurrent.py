@@ -49,7 +49,7 @@ class SlotPlan(Plan):
         return torch.where(self.begun.view(-1, *[1] * (initial.dim() - 1)), initial, 0.0)
 
     def put(self, out: Tensor, result: Tensor) -> None:
-        """Write the output of the tokens that were taken."""
+        """Write the output of the tokens that take part."""
         if self.rows is None:
             out.copy_(result)
         else:
@@ -57,7 +57,7 @@ class SlotPlan(Plan):
 
 
 class SlotStates(RecurrentBackend):
-    """Gathers the states that a step continues from, and scatters the new ones."""
+    """Gathers the states that a step continues, and scatters the new ones."""
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SlotPlan:
         return SlotPlan(batch)

@@ -1,4 +1,4 @@
-"""Into how many parts does FlashAttention split a captured step's keys? As many as fill the chip."""
+"""The number of parts of a captured step's keys for FlashAttention: as many as fill the chip."""
 
 from __future__ import annotations
 

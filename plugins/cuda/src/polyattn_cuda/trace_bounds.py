@@ -1,4 +1,4 @@
-"""Which of a trace's integers fit 32 bits, and which are never negative? Bounds, operation by operation.
+"""Bounds of a trace's integers, operation by operation: which fit 32 bits or are never negative.
 
 A device computes 32-bit integers at four times the speed of 64-bit ones, and an index that can't be
 negative needs no wrapping. Places in a sequence are taken to be below 2^30, other sizes below 2^31.

@@ -167,7 +167,7 @@ def bound(plan: StepPlan, block_table: Tensor | None) -> Callable[[Frame], None]
     call, paged = lib.pa_attend, block_table is not None
     table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
 
-    # Each microsecond is paid once a layer: what the step or the cache knows isn't asked for again.
+    # This runs once a layer, so it reads cached facts of the step and the cache.
     def attend(frame: Frame) -> None:
         query, params, out, lse = frame.query, frame.params, frame.out, frame.lse
         key: Any

@@ -1,4 +1,4 @@
-"""How is the native library built? One object per instruction set, in one shared library.
+"""Builds the native library: one object per instruction set, in one shared library.
 
 Imports the standard library only: the build hook runs this file where nothing is installed.
 `python -m polyattn_cpu.native.build` builds again in place. `CXX` names the compiler, `CXXFLAGS` adds
@@ -65,7 +65,7 @@ ISAS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class BuildError(Exception):
-    """Why there is no library, in words for the user."""
+    """The reason why there is no library, for the user."""
 
 
 def compiler() -> list[str]:
@@ -94,7 +94,7 @@ def machine() -> str:
 def fingerprint() -> str:
     """Return a hash of the sources, the command and the compiler's version. Raises `BuildError`."""
     command = compiler()
-    # By its version, too: a container that sees this folder may call another compiler the same.
+    # By its version, too: a container that shares this folder may have another compiler of this name.
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     said = (
         command,
@@ -141,7 +141,7 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
         objects = [str(out / f"{name}.o") for name in (*built, "api", "choose", "pool")]
         made = out / "library"
         _run([*command, "-shared", *objects, "-lpthread", "-lm", "-ldl"], made)
-        library.unlink(missing_ok=True)  # a process may have it mapped: never write into it
+        library.unlink(missing_ok=True)  # never overwrite: a process may have it mapped
         shutil.copyfile(made, library)
     if without:
         print(f"polyattn-cpu: {without}", file=sys.stderr)
@@ -149,7 +149,7 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
 
 
 def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = False) -> bool:
-    """Build, and write into `report` what there is, or why there is nothing.
+    """Build, and write the result, or the reason for none, into `report`.
 
     What was built of the same sources by the same command stays, unless `again`. While another process
     builds, this one waits.
@@ -171,7 +171,7 @@ def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = F
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, where the system has such locks."""
+    """Hold a folder's lock, on systems with such locks."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -186,7 +186,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> str:
-    """Compile the kernels for one instruction set; returns the compiler's words if it fails."""
+    """Compile the kernels for one instruction set. Returns the compiler's message if it fails."""
     names = [f'-DPA_ISA="{isa}"', f"-DPA_TABLE=pa_kernels_{isa}"]
     if isa in BASES:
         names.append(f"-DPA_BASE=pa_kernels_{BASES[isa]}")

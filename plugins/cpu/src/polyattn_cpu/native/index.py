@@ -1,4 +1,4 @@
-"""NATIVE_INDEX: index keys are scored, and the best candidates chosen, in one call."""
+"""NATIVE_INDEX: scores index keys and chooses the best candidates in one call."""
 
 from __future__ import annotations
 

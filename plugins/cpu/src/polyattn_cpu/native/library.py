@@ -1,4 +1,4 @@
-"""Where is the compiled library, and which of its instruction sets runs? Imports no torch."""
+"""Finds the compiled library and its instruction set for this processor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load() -> ctypes.CDLL:
 
 
 def why_not() -> str | None:
-    """Say why the native kernels can't run here, or None: the backends' probe.
+    """Return why the native kernels can't run here, or None: the backends' probe.
 
     Raises `SettingsError` where they can, but not as `POLYATTN_CPU_ISA` wants it.
     """

@@ -1,4 +1,4 @@
-"""What does a native plan read? Its items, read as `run_item` and `merge_parts` read them."""
+"""The reads of a native plan: its items, as `run_item` and `merge_parts` read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reads(spec: LayerSpec, numbers: Ints, items: Ints, groups: Ints, block_size:
     if len(cut) and (part.max() >= parts or (cut & (group >= len(groups))).any()):
         faults.append(f"a part or group is beyond the {parts} parts or {len(groups)} groups")
         return Reads(ratio, spec.num_kv_heads, held, keys, no_merges(), faults=faults)
-    # A group's merge has the rows of whichever of its items ends last: all have the same.
+    # A group's last item merges. All of its items have the same rows.
     last = np.zeros(len(groups), np.int64)
     last[group[cut]] = which[cut]
     count = np.bincount(group[cut], minlength=len(groups))

@@ -1,4 +1,4 @@
-"""How do the native kernels read a cache's rows of bytes? A format's `decode`, traced, as their steps.
+"""Translates a row format's traced `decode` into the native kernels' steps.
 
 Four bits and eight with their scales are read in registers, told by the format's name.
 """
@@ -66,7 +66,7 @@ class Program:
 
 
 def rows_problem(format: RowFormat) -> str | None:
-    """Say why the native kernels can't read a format's rows, or None."""
+    """Return why the native kernels can't read a format's rows, or None."""
     if _by_hand(format):
         return None
     try:
@@ -77,7 +77,7 @@ def rows_problem(format: RowFormat) -> str | None:
 
 
 def latent_problem(format: RowFormat) -> str | None:
-    """Say why rows can't be latents, whose first elements are values, or None."""
+    """Return why rows can't be latents, whose first elements are values, or None."""
     if format.turn is not None:
         return "a row that is turned can't be cut to the value in it"
     return rows_problem(format)
@@ -139,7 +139,7 @@ def writer(format: RowFormat, size: int) -> Program:
 
 
 def store_problem(format: RowFormat) -> str | None:
-    """Say why NATIVE_STORE can't write a format's rows, or None."""
+    """Return why NATIVE_STORE can't write a format's rows, or None."""
     try:
         writer(
             format, next((n for n in (128, 576, 512) if format.row_bytes(n)), sizes_of(format)[-1])
@@ -304,7 +304,7 @@ class _Steps:
         raise UntraceableError(f"operation {op!r} of {kind}s")
 
     def _vector(self, node: Any) -> int:
-        """Write what only a row that is written has."""
+        """Write the parts that only stored rows have."""
         if node.op == "element":
             return self._put("element", self._constant(0, "int"))
         padded = np.zeros(self.size)

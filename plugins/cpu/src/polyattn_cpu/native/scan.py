@@ -69,7 +69,7 @@ class ScanPlan(Plan):
 
 
 class NativeScan(RecurrentBackend):
-    """A token after another, a piece of a head's state in the cache: prefill and decode alike."""
+    """Runs tokens one by one, with a piece of a head's state in the cache, for prefill and decode."""
 
     name: ClassVar[str] = "NATIVE_SCAN"
 

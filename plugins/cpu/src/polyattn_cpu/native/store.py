@@ -122,7 +122,7 @@ class NativeStore(StoreBackend):
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        # Paid once a layer: what the cache knows isn't asked for again.
+        # This runs once a layer, so it reads cached facts of the cache.
         slots, pack = plan.slots, _SCATTER.pack
         (kb, kt, kh, _), (vb, vt, vh, _), stored = cache.strides
         tokens, heads, size = key.shape
