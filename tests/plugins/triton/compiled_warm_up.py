@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import triton
-from ahead import compiling_for, device_of
 from polyattn import LayerSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn_triton.attention import TritonAttention
@@ -18,6 +18,9 @@ from polyattn_triton.compiling import side_by_side
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from ahead import compiling_for, device_of
 
 
 def main() -> None:

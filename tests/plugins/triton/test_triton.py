@@ -134,14 +134,14 @@ def test_wide_heads_fit_in_shared_memory(arch: str, heads: str) -> None:
     from polyattn_triton.variants import tallest_tile
 
     spec = WIDE_HEADS[heads]
-    phases = ("paged pieces", "few", "merge", "merge many", "write")
+    phases: tuple[str, ...] = ("paged pieces", "few", "merge", "write")
     if spec.gqa_ratio <= tallest_tile(spec, arch):
-        phases += ("listed", "prefix high")
+        phases += ("merge many", "listed", "prefix high")
     if "e4m3" in heads or "e5m2" in heads:
         assert bytes_apart(f"t.WIDE_HEADS[{heads!r}]", arch, phases) > 500
         return
     sizes = compiled_bytes(spec, arch, phases)
-    assert len(sizes) >= 5 and all(size > 500 for size in sizes.values())
+    assert set(sizes) == set(phases) and all(size > 500 for size in sizes.values())
 
 
 @pytest.mark.parametrize("profile", ["h100-sxm", "a100", "rtx4090", "b200"])
@@ -367,9 +367,9 @@ def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
         kind="sparse", num_heads=64, num_kv_heads=1, head_size=size, dtype="bfloat16",
         learned_sinks=True, sparse=sparse,
     )  # fmt: skip
-    made = compiled_families(spec, arch, "TRITON_MLA_SPARSE", ([(1, 300)], [(8, 8)] * 100))
+    made = compiled_families(spec, arch, "TRITON_MLA_SPARSE", ([(1, 300)], [(1, 4096)] * 1000))
     kernels = made["mla_kernel"]
-    assert len(kernels) == 2
+    assert len(kernels) == 2, "keys split, and whole"
     assert arch != "sm_90" or all(kernel.metadata.shared <= 227 << 10 for kernel in kernels)
 
 
