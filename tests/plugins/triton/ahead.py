@@ -108,8 +108,8 @@ def recorded() -> Iterator[list[Launch]]:
     def record(
         self: Any, grid: Any, tensors: Any, floats: Any, free: Any, kept: Any = launch.NONE
     ) -> None:
-        given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
-        launches.append(Launch(self.kernel, given, self.options, grid))
+        arguments = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
+        launches.append(Launch(self.kernel, arguments, self.options, grid))
 
     with patch.object(launch.Site, "__call__", record):
         yield launches
@@ -133,9 +133,9 @@ def launches(
 ) -> list[Launch]:
     """Return what a layer's step launches, its store first. `step`: how the workload is drawn."""
     group = group_of(spec, arch, backend)
-    with patch.object(launch, "facts", h200(SMS)), recorded() as told:
+    with patch.object(launch, "facts", h200(SMS)), recorded() as log:
         workload(group, lengths, step=step).run()
-    return told
+    return log
 
 
 FRESH, CHUNKS = [(512, 512)] * 128, [(512, 1024)] * 128
@@ -184,7 +184,7 @@ def launch_of(
     name, lengths = (STEPS | SHARED | LISTED)[phase]
     if (
         lengths == UNEVEN and not own
-    ):  # a window makes them even: one that the chip has no place for
+    ):  # a window makes those even, so take one more than fit at once
         lengths = [(1, 8192)] * (MANY_ON_ONE * SMS // spec.num_kv_heads + 1)
     group = group_of(spec, arch, "TRITON_ATTN", layout, not own)
     backend, form = group.planner.chooser.chosen["prefill"].backend, group.cache_format  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def launch_of(
     batch = Batch(
         starts, lens, table, inputs=inputs if phase in LISTED else {}, shared_prefix=shared
     )
-    with patch.object(launch, "facts", h200(SMS)), recorded() as told:
+    with patch.object(launch, "facts", h200(SMS)), recorded() as log:
         if phase in SHARED:
             backend.plan(batch)
             if backend.prefixes is None:
@@ -219,7 +219,7 @@ def launch_of(
                 )
         backend.run(plan, frame)
     wanted = kernel or (OWN.get(name, name) if own else name)
-    for one in told:
+    for one in log:
         if one.name == wanted:
             return one
     raise LookupError(f"{spec} on {arch}: {phase!r} launches no {wanted}")
@@ -231,11 +231,11 @@ def phases_of(spec: LayerSpec, arch: str) -> dict[str, Launch]:
     phases = [*STEPS, *({} if alone else SHARED), "write"]
     if Generated.of_mask(spec) is not None:
         phases += LISTED
-    told = {}
+    phase_launches = {}
     for phase in phases:
         with suppress(LookupError):  # a way that this layer's steps aren't planned
-            told[phase] = launch_of(spec, arch, phase)
-    return told
+            phase_launches[phase] = launch_of(spec, arch, phase)
+    return phase_launches
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, **how: Any) -> Any:

@@ -283,8 +283,8 @@ def compiled_families(
     from ahead import launches
 
     others = ("write_kernel", "prefill_kernel", "prefill_hopper_kernel")
-    found = [one for lengths in steps for one in launches(spec, arch, lengths, backend, **step)]
-    each = {(one.name, one.constants): one for one in found if one.name not in others}
+    every = [one for lengths in steps for one in launches(spec, arch, lengths, backend, **step)]
+    each = {(one.name, one.constants): one for one in every if one.name not in others}
     made: dict[str, list[Any]] = {}
     for (name, _), launch in each.items():
         made.setdefault(name, []).append(launch.compiled(arch))

@@ -90,8 +90,8 @@ class BoundCall:
         alibi_slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: tensors of exactly the shapes, strides and dtypes that this was made for."""
-        recorded = query.requires_grad or key.requires_grad or value.requires_grad
-        if recorded or in_forward_mode():
+        gradients = query.requires_grad or key.requires_grad or value.requires_grad
+        if gradients or in_forward_mode():
             refuse_gradients(query=query, key=key, value=value)
         params, lse = PLAIN, None
         if sinks is not None or alibi_slopes is not None:

@@ -211,7 +211,7 @@ class LayerGroup:
             check_coupling(variant, self.spec)
         self.cache_format = selection.cache_format
         if cache_format is not None:
-            self.check_format(cache_format, how_they_lie=False)
+            self.check_format(cache_format, spacing=False)
             self.cache_format = cache_format
         self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
@@ -474,12 +474,12 @@ class LayerGroup:
                 "with group.allocate_cache(n)"
             )
 
-    def check_format(self, format: CacheFormat, how_they_lie: bool = True) -> None:
+    def check_format(self, format: CacheFormat, spacing: bool = True) -> None:
         """Check that a cache has the form that the backends were chosen for.
 
         Args:
             format: the cache's form.
-            how_they_lie: whether blocks must lie as far apart, if a kernel walks smaller ones.
+            spacing: whether blocks must also lie as far apart, if a kernel walks smaller ones.
 
         Raises:
             CacheError: it has another form, or the layer keeps no cache.
@@ -500,7 +500,7 @@ class LayerGroup:
                     f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
                     "group.allocate_cache(n)"
                 )
-        if how_they_lie and format.apart != wanted.apart and self._splits_blocks:
+        if spacing and format.apart != wanted.apart and self._splits_blocks:
             raise CacheError(
                 f"this cache's blocks lie {format.block_stride} tokens apart, the group's "
                 f"{wanted.block_stride}, and a kernel walks smaller blocks; use "

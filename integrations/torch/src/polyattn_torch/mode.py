@@ -117,9 +117,8 @@ def _four_sizes(mask: Tensor, leading: int, keys: int) -> Tensor:
         return known[1]  # type: ignore[no-any-return]
     if mask.dim() < 2:
         raise Unserved(f"a mask of shape {tuple(mask.shape)}")
-    view = (
-        mask.detach()
-    )  # the mask itself, or a view of it, would be a circle that nothing collects
+    # Caching a view of the mask on the mask would create a reference cycle that nothing collects.
+    view = mask.detach()
     if mask.dim() == 3:  # of (batch, seqlen, size) tensors the rows, else the heads
         view = view[:, None] if leading == 1 else view[None]
     view = view[(None,) * (4 - view.dim())]

@@ -114,9 +114,7 @@ class TorchScan(RecurrentBackend):
             alone = bool(self.spec.batch_invariant)
             state = state.float() if narrow else state.clone() if alone else state
             part = {name: x[rows].clone() if alone else x[rows] for name, x in inputs.items()}
-            if (
-                self.spec.kind is AttentionKind.RG_LRU
-            ):  # a sequence's first token has another formula
+            if self.spec.kind is AttentionKind.RG_LRU:  # the first token has another formula
                 part["fresh"] = out.new_tensor(plan.before[index] == 0, dtype=torch.bool)
             elif _is_ring(self.spec):
                 part["before"] = torch.tensor(plan.before[index], device="cpu")
@@ -256,9 +254,8 @@ def _grouped_scan(
     """Scan with a state of (heads, K, V), laid out as (groups, K, heads of a group * V)."""
     groups, heads = spec.num_kv_heads, spec.num_heads
     by_key = state.view(groups, heads // groups, *state.shape[1:]).transpose(1, 2)
-    wide = by_key.clone(
-        memory_format=torch.contiguous_format
-    )  # a view of one key would share memory
+    # A reshape is a view if there is one key, and would share the state's memory.
+    wide = by_key.clone(memory_format=torch.contiguous_format)
     gated_scan(q, k, v, g, wide.flatten(2), out)
     by_key.copy_(wide)
 

@@ -239,10 +239,10 @@ def _print(report: dict[str, Any]) -> None:
     rows += [("device", device) for device in report["devices"]]
     for row in report["timings"]:
         where = "" if row["here"] else "; no such device here"
-        said = f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}"
-        rows.append(("timings", said))
+        text = f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}"
+        rows.append(("timings", text))
     rows += [("set", f"{name}={text}") for name, text in report["variables"].items()]
-    print_rows({"": "{name}", " ": "{said}"}, ({"name": name, "said": said} for name, said in rows))
+    print_rows({"": "{name}", " ": "{fact}"}, ({"name": name, "fact": fact} for name, fact in rows))
     say("")
     for kind, columns in TABLES.items():
         if rows := report[kind]:  # no plugins or backends where a setting is wrong

@@ -64,10 +64,10 @@ def print_rows(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) ->
     as they are: brackets in them are no markup.
     """
     heads = any(map(str.strip, columns))
-    shown = _Narrow(box=None, pad_edge=False, header_style="bold", show_header=heads)
+    grid = _Narrow(box=None, pad_edge=False, header_style="bold", show_header=heads)
     for heading in columns:
         side: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
-        shown.add_column(heading.removeprefix(">"), justify=side, overflow="fold")
+        grid.add_column(heading.removeprefix(">"), justify=side, overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(form.format_map(row)) for form in columns.values()))
-    console.print(shown)
+        grid.add_row(*(Text(form.format_map(row)) for form in columns.values()))
+    console.print(grid)
