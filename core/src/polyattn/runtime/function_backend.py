@@ -64,6 +64,14 @@ CLAIMS = frozenset(field.name for field in fields(Capabilities)) - {
     "state_targets", "padding_rows", "mixes_tails", "by_address", "rotates", "graph_capture",
 }  # fmt: skip
 """The claims that a function can make; the others speak of plans, or of other kinds of layers."""
+REQUIRED: dict[str, Any] = {
+    "platforms": "cpu",
+    "dtypes": ("float32", "bfloat16"),
+    "head_sizes": (64, 128),
+    "features": ("causal", "gqa"),
+    "block_sizes": (16, 32),
+}
+"""What a function must claim, each with an example; `block_sizes` where it reads pages."""
 _INFO = frozenset(
     {"summary", "probe", "requires", "install", "priorities", "proof", "by_name_only"}
 )
@@ -345,11 +353,11 @@ def _capabilities(
                 f"backend {name}: a function can't claim {claim!r}{nearest(claim, CLAIMS)}; write a "
                 "class for what needs a plan"
             )
-    pages = ("block_sizes",) if form == "pages" else ()
-    for claim in ("platforms", "dtypes", "head_sizes", "features", *pages):
-        if claim not in said:
+    for claim in REQUIRED:
+        if claim not in said and (claim != "block_sizes" or form == "pages"):
             raise PluginError(
-                f"backend {name}: {claim}= is missing; state what the function can do"
+                f"backend {name}: {claim}= is missing; state what the function can do, as "
+                f"{claim}={REQUIRED[claim]!r} does"
             )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
     claims = {}
