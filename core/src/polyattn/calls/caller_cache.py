@@ -33,7 +33,7 @@ class CallerCache(NamedTuple):
 
     Attributes:
         key: pages (pages, page size, KV heads, size), or rows (rows, seqlen, KV heads, size).
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         block_table: int32 (num_seqs, columns): each sequence's pages; None for rows.
         rows: integers (num_seqs,): each sequence's row; None: its own number.
         starts: integers (num_seqs,): the token of the row that is the sequence's first; None: 0.
@@ -57,7 +57,7 @@ class NewKeys(NamedTuple):
 
     Attributes:
         key: (tokens, KV heads, size), sequences one after another.
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         lens: the number of new tokens of each sequence, on the host.
 
     Examples:
@@ -76,7 +76,7 @@ class RotaryTables(NamedTuple):
 
     Attributes:
         cos: (positions, rotary size / 2), the cosines of the angles.
-        sin: alike, the sines.
+        sin: the sines, as `cos`.
         pairing: `"neox"` or `"gptj"`, as in `Rotation`.
 
     Examples:

@@ -37,8 +37,8 @@ def attend_dense(
 
     Args:
         query: (batch, seqlen, heads, size); with `heads_first` (batch, heads, seqlen, size).
-        key: alike, with the KV heads.
-        value: alike, with the values' size.
+        key: as `query`, with the KV heads.
+        value: as `key`, with the values' size.
         options: the options of the call.
         heads_first: the order of heads and tokens in the inputs.
         heads_out: return views with the heads second.

@@ -42,10 +42,10 @@ def attention(
             True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys
             must be one interval.
         scale: of the logits; None: `1/sqrt(head_size)`.
-        sliding_window: a query sees itself and so many keys less one before it.
-        window_right: and so many after it; not with `causal`.
-        chunk_size: a query sees only the keys of its own chunk of so many positions.
-        sink_tokens: the first so many keys stay visible beyond the window.
+        sliding_window: a query sees itself and the `sliding_window - 1` keys before it.
+        window_right: and the `window_right` keys after it; not with `causal`.
+        chunk_size: a query sees only its own chunk, of `chunk_size` positions.
+        sink_tokens: the first `sink_tokens` keys stay visible beyond the window.
         logit_soft_cap: logits become `cap * tanh(logit / cap)`; None for none.
         alibi_slopes: (num_heads,), added as `-slope * distance`.
         sinks: (num_heads,), learned sink logits.

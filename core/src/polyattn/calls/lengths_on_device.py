@@ -164,7 +164,7 @@ class BoundPages:
         return out, lse
 
     def after(self, lens: Tensor, count: int) -> Tensor:
-        """Return the lengths after so many more tokens each, in a tensor that stays: so do its plans."""
+        """Return `lens + count`, in a tensor that stays: so do its plans."""
         if self._after is None:
             self._after = torch.empty_like(lens, memory_format=torch.contiguous_format)
         return torch.add(lens, count, out=self._after)

@@ -23,7 +23,7 @@ class PackedKeys(NamedTuple):
 
     Attributes:
         key: (tokens, heads, size), or pages (pages, page size, heads, size).
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         lens: the number of keys of each sequence, on the host.
         starts: of packed sequences, where each begins; None: one after another.
         block_table: int32 (num_seqs, columns): each sequence's pages; None: keys are packed.

@@ -201,7 +201,7 @@ def run_plan(
         query: (tokens, heads, size).
         key: the new tokens' (tokens, KV heads, size), or all keys of a layer without a cache; None: the
             cache has them.
-        value: alike.
+        value: as `key`.
         cache: the layer's cache, if it has one.
         sinks: float32 (heads,), learned sink logits.
         alibi_slopes: float32 (heads,).

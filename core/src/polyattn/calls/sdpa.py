@@ -34,8 +34,8 @@ def sdpa(
 
     Args:
         query: (batch, heads, queries, size); without `heads_first` (batch, queries, heads, size).
-        key: alike, with the KV heads and the keys.
-        value: alike, with the values' size.
+        key: as `query`, with the KV heads and the keys.
+        value: as `key`, with the values' size.
         mask: bool or floats (batch or 1, 1, queries or 1, keys), as `polyattn.attention` takes it, and
             instead of `is_causal`.
         is_causal: a causal mask aligned to the top left: the first query sees the first key alone.

@@ -646,10 +646,11 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
             f"head_size={spec.head_size}"
         )
-    made = sparse.compressor
-    if made is not None and made.size != spec.num_kv_heads * spec.head_size:
+    compressor = sparse.compressor
+    if compressor is not None and compressor.size != spec.num_kv_heads * spec.head_size:
         raise SpecError(
-            f"sparse.compressor.size={made.size}: a key has {spec.num_kv_heads * spec.head_size} elements"
+            f"sparse.compressor.size={compressor.size}: a key has "
+            f"{spec.num_kv_heads * spec.head_size} elements"
         )
     if sparse.turns_back and not sparse.value_in_key:
         raise SpecError(
