@@ -1,4 +1,4 @@
-"""What seeds bugs where, and who looks for them: the targets of `mutants.py`."""
+"""What seeds bugs where, and which tests look for them: the targets of `mutants.py`."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from polyattn import (
     StateCache,
     merge_states,
     select,
+    select_layers,
 )
 from polyattn.errors import (
     BatchError,
@@ -446,3 +447,10 @@ def test_a_captured_graphs_buffers_are_not_copied(name: str) -> None:
     buffers[name] = apart(buffers[name].tolist(), buffers[name].dtype)
     with pytest.raises(BatchError, match=f"{name} .*stride 2: what a captured graph reads"):
         Batch.on_buffers([0, 1, 2], [3, 4], **buffers)
+
+
+def test_a_list_of_selected_layers_is_no_selection() -> None:
+    selected = select_layers([LayerSpec(num_heads=4, head_size=64)], "cpu")
+    for wrong in (selected, selected[0]):
+        with pytest.raises(SpecError, match="pass the selection of each item"):
+            LayerGroup(wrong)  # type: ignore[arg-type]

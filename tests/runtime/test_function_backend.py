@@ -115,7 +115,7 @@ def pages(
         (whole, {"dtype": "float32"}, "can't claim 'dtype'; did you mean 'dtypes'"),
         (whole, {"kv_cache_dtypes": "int8"}, "no parameters 'k_scale' and 'v_scale'"),
         (whole, {"head_sizes": "64"}, "head_sizes='64': .* must be frozenset"),
-        (pages, {}, "block_sizes= is missing"),
+        (pages, {}, r"block_sizes= is missing; .* as block_sizes=\(16, 32\) does"),
         (3, {}, "3 is no function"),
     ],
 )

@@ -26,7 +26,7 @@ from variations import variations
 
 transformers.logging.set_verbosity_error()
 
-PUBLISHERS_CODE = {"kimi_k2", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
+PUBLISHERS_CODE = {"kimi_k2", "mimo", "minimax_m1", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
 """Types that transformers has no code for."""
 BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama", *WRAPPERS}
 """Needs a library for images, or images; the towers are compared by themselves."""

@@ -596,3 +596,25 @@ def test_odd_rope_parameters(model_type: str, kind: str) -> None:
 
 def test_no_type_is_near_another_by_accident() -> None:
     assert nearest("llama", READERS) == "; did you mean 'llama'?"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "same"), [("mimo", "qwen2"), ("minimax_m1", "minimax_text_01")]
+)
+def test_a_type_whose_code_is_another_types(model_type: str, same: str) -> None:
+    values = {
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_size": 4096, "rope_theta": 640000, "attn_type_list": [0] * 7 + [1],
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    if same == "qwen2":
+        del values["attn_type_list"]
+    read = [model_layers({"model_type": name, **values}).specs for name in (model_type, same)]
+    assert read[0] == read[1]
+
+
+def test_a_factor_of_keys_that_no_layer_shares_changes_nothing() -> None:
+    values = {"model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "cla_share_factor": 2}
+    assert model_layers(values | {"use_cla": False}).specs == model_layers(values).specs
+    with pytest.raises(ConfigError, match="use_cla=True"):
+        model_layers(values | {"use_cla": True})

@@ -23,7 +23,9 @@ from polyattn_models.classes import TABLE, ModelClass
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-PUBLISHED_AS = {"kimi_k2": "deepseek_v3", "minimax_text_01": "minimax"}
+PUBLISHED_AS = {
+    "kimi_k2": "deepseek_v3", "mimo": "qwen2", "minimax_text_01": "minimax", "minimax_m1": "minimax",
+}  # fmt: skip
 """Types whose code is their publishers' own, and the type here that they became."""
 SHARED = ("cache_utils", "masking_utils", "modeling_rope_utils")
 """Modules of transformers that read the configs of all models."""

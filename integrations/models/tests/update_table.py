@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "OLMoE": ("olmoe",), "SmolLM3": ("smollm3",), "Exaone-4": ("exaone4",), "GLM-4": ("glm", "glm4"),
     "GLM-4.5": ("glm4_moe",), "DeepSeek-V2": ("deepseek_v2",), "DeepSeek-V3, R1": ("deepseek_v3",),
     "DeepSeek-V3.2": ("deepseek_v32",), "Kimi-K2": ("kimi_k2",), "Kimi-Linear": ("kimi_linear",),
-    "MiniMax": ("minimax", "minimax_text_01", "minimax_m2"), "gpt-oss": ("gpt_oss",),
+    "MiniMax": ("minimax", "minimax_text_01", "minimax_m1", "minimax_m2"), "gpt-oss": ("gpt_oss",),
     "Falcon": ("falcon",), "Falcon-H1": ("falcon_h1",), "Falcon-Mamba": ("falcon_mamba",),
     "Mamba 1": ("mamba",), "Mamba 2": ("mamba2",), "Bamba": ("bamba",), "Jamba": ("jamba",),
     "Zamba": ("zamba",), "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",),

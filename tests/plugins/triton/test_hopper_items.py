@@ -46,7 +46,7 @@ def language(program: int, programs: int, kv_head: int = 0) -> SimpleNamespace:
 
 
 @dataclass
-class Case:
+class DealtStep:
     """A step's rows and lengths, and the work that is dealt to `programs` (and KV heads, if `split`)."""
 
     group: int
@@ -90,13 +90,13 @@ class Case:
         starts = np.concatenate([[0], np.cumsum(self.queries)])
         begin, advance, bounds, part_of = FUNCTIONS
         monkeypatch.setattr(hopper_items, "job_at", JOB_AT)
-        found = []
-        work, given = Pointer(self.work), (self.tiles, self.at_once)
+        items = []
+        work, sizes = Pointer(self.work), (self.tiles, self.at_once)
         for program, kv_head in product(
             range(self.programs), range(self.heads if self.split else 1)
         ):
             monkeypatch.setattr(hopper_items, "gl", language(program, self.programs, kv_head))
-            at, stop, low, high, tile, seq, row, head = begin(work, *given, self.heads, self.split)
+            at, stop, low, high, tile, seq, row, head = begin(work, *sizes, self.heads, self.split)
             while at < stop:
                 token0, query_len, length, first, count, full_low, full, limit = bounds(
                     Pointer(self.lens), Pointer(starts), work, at, stop, low, high, seq, row,
@@ -105,18 +105,18 @@ class Case:
                 assert (token0, query_len) == (starts[seq], self.queries[seq])
                 assert length == self.lens[seq] and count > 0 and first >= 0
                 cut, place = part_of(work, low, high, head) if self.split else (False, -1)
-                found.append({
+                items.append({
                     "program": program, "head": head, "seq": seq, "row": row, "first": first,
                     "count": count, "full_low": full_low, "full": full, "limit": limit,
                     "low": low, "high": high, "cut": cut, "place": place,
                 })  # fmt: skip
                 at, low, high, tile, seq, row, head = advance(
-                    work, *given, low, high, tile, head, self.split
+                    work, *sizes, low, high, tile, head, self.split
                 )
-        return found
+        return items
 
 
-def drawn(seed: int, beyond: bool = False, **changes: Any) -> Case:
+def drawn(seed: int, beyond: bool = False, **changes: Any) -> DealtStep:
     """A random step; `beyond`: queries may outnumber keys."""
     chance = random.Random(seed)
     group, heads = chance.choice([(4, 8), (7, 4), (1, 3), (8, 1)])
@@ -125,7 +125,7 @@ def drawn(seed: int, beyond: bool = False, **changes: Any) -> Case:
     lens = [q + chance.choice([0, 0, 5, 128, 2000]) for q in queries]
     if beyond:
         lens = [chance.choice([0, 1, q // 3, n]) for q, n in zip(queries, lens, strict=True)]
-    return Case(group, heads, queries, lens, at_once=chance.choice([1, heads]), **changes)
+    return DealtStep(group, heads, queries, lens, at_once=chance.choice([1, heads]), **changes)
 
 
 MASKS: list[dict[str, Any]] = [{}, {"causal": False}, {"window": 200}, {"window": 1000}]

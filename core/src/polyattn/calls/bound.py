@@ -136,12 +136,12 @@ def step_for(
     key: Tensor,
     value: Tensor,
     lens: Lens,
-    asked: CallOptions,
+    options: CallOptions,
     sinks: bool,
     alibi: bool,
 ) -> AttentionStep:
     """Return the plan of the group that serves these lengths."""
-    group = group_for_call(query, key.shape[1], value.shape[2], asked, sinks, alibi, cached=False)
+    group = group_for_call(query, key.shape[1], value.shape[2], options, sinks, alibi, cached=False)
     return plan_lengths(group, *lens)
 
 
@@ -150,7 +150,7 @@ def attend_whole(
     key: Tensor,
     value: Tensor,
     lens: Lens,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -161,11 +161,11 @@ def attend_whole(
     `select` raises.
     """
     with_sinks, alibi = sinks is not None, alibi_slopes is not None
-    key_of_call = call_key(query, key, value, attend_whole, asked, lens, with_sinks, alibi)
+    key_of_call = call_key(query, key, value, attend_whole, options, lens, with_sinks, alibi)
     call: BoundCall | None = memo.get(key_of_call)
     if call is not None:
         return call(query, key, value, sinks, alibi_slopes)
-    step = step_for(query, key, value, lens, asked, with_sinks, alibi)
+    step = step_for(query, key, value, lens, options, with_sinks, alibi)
     result = run_plan(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
     views = _view(query), _view(key), _view(value)
     (_, heads, size), lse = step.out_shape, step.lse_shape

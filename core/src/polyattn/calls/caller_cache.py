@@ -33,7 +33,7 @@ class CallerCache(NamedTuple):
 
     Attributes:
         key: pages (pages, page size, KV heads, size), or rows (rows, seqlen, KV heads, size).
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         block_table: int32 (num_seqs, columns): each sequence's pages; None for rows.
         rows: integers (num_seqs,): each sequence's row; None: its own number.
         starts: integers (num_seqs,): the token of the row that is the sequence's first; None: 0.
@@ -57,7 +57,7 @@ class NewKeys(NamedTuple):
 
     Attributes:
         key: (tokens, KV heads, size), sequences one after another.
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         lens: the number of new tokens of each sequence, on the host.
 
     Examples:
@@ -76,7 +76,7 @@ class RotaryTables(NamedTuple):
 
     Attributes:
         cos: (positions, rotary size / 2), the cosines of the angles.
-        sin: alike, the sines.
+        sin: the sines, as `cos`.
         pairing: `"neox"` or `"gptj"`, as in `Rotation`.
 
     Examples:
@@ -108,7 +108,7 @@ def attend_cached(
     query_lens: Sequence[int] | None,
     cache: CallerCache,
     cache_seqlens: int | Tensor | None,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     new: NewKeys | None = None,
     turns: RotaryTables | None = None,
@@ -127,7 +127,7 @@ def attend_cached(
         cache: keys and values in pages or in dense rows, in the query's dtype.
         cache_seqlens: tokens of each sequence before the new ones: int32 or int64 (num_seqs,), one
             number for all, or None for all of dense rows.
-        asked: the options of the call.
+        options: the options of the call.
         new: the keys and values to append after those tokens; None: nothing is appended.
         turns: the rotary tables that queries and new keys are rotated by; None: neither is.
         alibi_slopes: float32 (heads,) or (num_seqs, heads).
@@ -150,7 +150,7 @@ def attend_cached(
 
     """
     if new is None and turns is None:
-        bound = _bound(query, query_lens, cache, cache_seqlens, asked, alibi_slopes)
+        bound = _bound(query, query_lens, cache, cache_seqlens, options, alibi_slopes)
         if bound is not None:
             assert isinstance(cache_seqlens, Tensor)
             return bound(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
@@ -161,12 +161,12 @@ def attend_cached(
             "quantised cache by a layer (polyattn.Attention), which has its scales"
         )
     lens = _lens(cache_seqlens, len(lens_of), cache, new)
-    by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
+    by_position = options.causal or (options.sliding_window, options.window_right) != (None, None)
     step = 1 if by_position else 0
     bound, pages = None, _pages_by_device(query, lens_of, cache, lens, new, turns, alibi_slopes)
     if pages is not None:
         assert isinstance(lens, Tensor)
-        bound = bind_pages(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
+        bound = bind_pages(query, *pages, lens, options, alibi_slopes=alibi_slopes)
     ends: list[int] = []
     if bound is None:
         host = [lens] * len(lens_of) if isinstance(lens, int) else values_of(lens)
@@ -184,7 +184,9 @@ def attend_cached(
         assert isinstance(lens, Tensor)
         after = lens if new is None else bound.after(lens, new.lens[0])
         return bound(query, *pages, after, alibi_slopes=alibi_slopes)
-    out, lse = attend_packed(tokens, lens_of, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+    out, lse = attend_packed(
+        tokens, lens_of, _keys(cache, ends), options, alibi_slopes=alibi_slopes
+    )
     return _as(out, query), None if lse is None else _as(lse, query)
 
 
@@ -193,7 +195,7 @@ def _bound(
     query_lens: Sequence[int] | None,
     cache: CallerCache,
     lens: int | Tensor | None,
-    asked: CallOptions,
+    options: CallOptions,
     slopes: Tensor | None,
 ) -> BoundPages | None:
     """Return what serves plain decodes over pages that lie as earlier ones did, which were checked."""
@@ -206,7 +208,7 @@ def _bound(
         or (slopes is not None and slopes.dim() != 1)
     ):
         return None
-    return find_bound(query, *cache[:3], lens, asked, alibi_slopes=slopes)  # type: ignore[arg-type]
+    return find_bound(query, *cache[:3], lens, options, alibi_slopes=slopes)  # type: ignore[arg-type]
 
 
 def _as(result: Tensor, query: Tensor) -> Tensor:

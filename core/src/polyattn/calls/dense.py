@@ -23,7 +23,7 @@ def attend_dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     heads_first: bool = False,
     heads_out: bool = False,
@@ -37,9 +37,9 @@ def attend_dense(
 
     Args:
         query: (batch, seqlen, heads, size); with `heads_first` (batch, heads, seqlen, size).
-        key: alike, with the KV heads.
-        value: alike, with the values' size.
-        asked: the options of the call.
+        key: as `query`, with the KV heads.
+        value: as `key`, with the values' size.
+        options: the options of the call.
         heads_first: the order of heads and tokens in the inputs.
         heads_out: return views with the heads second.
         key_lens: keys of each row that count, from its first on; default: all.
@@ -65,7 +65,7 @@ def attend_dense(
 
     """
     key_of_call = call_key(
-        query, key, value, attend_dense, asked, heads_first, heads_out, key_lens, first_positions,
+        query, key, value, attend_dense, options, heads_first, heads_out, key_lens, first_positions,
         sinks is None, alibi_slopes is None,
     )  # fmt: skip
     call: BoundCall | None = memo.get(key_of_call)
@@ -74,7 +74,7 @@ def attend_dense(
             check_is_real(name, tensor)
         order, lens = (heads_first, heads_out), (key_lens, first_positions)
         params = sinks is not None, alibi_slopes is not None
-        call = remember(key_of_call, _bind(query, key, value, asked, order, lens, params))
+        call = remember(key_of_call, _bind(query, key, value, options, order, lens, params))
     if count is not None:
         count(call.step.group)
     return call(query, key, value, sinks, alibi_slopes)
@@ -84,7 +84,7 @@ def _bind(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    asked: CallOptions,
+    options: CallOptions,
     order: tuple[bool, bool],
     lens: tuple[Ints | None, Ints | None],
     params: tuple[bool, bool],
@@ -100,7 +100,7 @@ def _bind(
     if of_key is None or of_value is None or of_key[2] != of_value[2]:
         of_key = of_value = None
     tokens = query.transpose(1, 2) if heads_first else query
-    group = group_for_call(tokens, key.shape[heads], value.shape[3], asked, *params, cached=False)
+    group = group_for_call(tokens, key.shape[heads], value.shape[3], options, *params, cached=False)
     apart = keys if of_key is None else of_key[2]
     key_lens, first_positions = lens
     key_lens = _row_lens(rows, keys, key_lens)

@@ -42,10 +42,10 @@ def attention(
             True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys
             must be one interval.
         scale: of the logits; None: `1/sqrt(head_size)`.
-        sliding_window: a query sees itself and so many keys less one before it.
-        window_right: and so many after it; not with `causal`.
-        chunk_size: a query sees only the keys of its own chunk of so many positions.
-        sink_tokens: the first so many keys stay visible beyond the window.
+        sliding_window: a query sees itself and the `sliding_window - 1` keys before it.
+        window_right: and the `window_right` keys after it; not with `causal`.
+        chunk_size: a query sees only its own chunk, of `chunk_size` positions.
+        sink_tokens: the first `sink_tokens` keys stay visible beyond the window.
         logit_soft_cap: logits become `cap * tanh(logit / cap)`; None for none.
         alibi_slopes: (num_heads,), added as `-slope * distance`.
         sinks: (num_heads,), learned sink logits.
@@ -73,7 +73,7 @@ def attention(
         torch.Size([1, 3, 4, 64])
 
     """
-    asked = CallOptions(
+    options = CallOptions(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
         sink_tokens, batch_invariant,
     )  # fmt: skip
@@ -82,41 +82,41 @@ def attention(
         if query.dim() == 3:
             lens = _packed_lens(query, key, value, query_lens, key_lens, firsts, mask)
             out, lse = attend_whole(
-                query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
+                query, key, value, lens, options, sinks=sinks, alibi_slopes=alibi_slopes
             )
         elif query_lens is not None:
             raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
         elif mask is not None:
-            _check_alone(asked, key_lens, first_positions)
+            _check_alone(options, key_lens, first_positions)
             out, lse = masked(
-                query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes
+                query, key, value, mask, options, sinks=sinks, alibi_slopes=alibi_slopes
             )
         else:
             out, lse = attend_dense(
-                query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
+                query, key, value, options, key_lens=None if key_lens is None else tuple(key_lens),
                 first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
     except FAILURES as error:  # validate only after a failure, so that valid calls pay nothing
         lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
         try:
-            _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, asked)
+            _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, options)
         except BatchError as named:
             raise named from None
         raise
     return out if lse is None else (out, lse)
 
 
-def _check_alone(asked: CallOptions, *beside: Sequence[int] | None) -> None:
-    limits = asked.sliding_window, asked.window_right, asked.chunk_size, *beside
-    if asked.causal or asked.sink_tokens or any(limit is not None for limit in limits):
+def _check_alone(options: CallOptions, *beside: Sequence[int] | None) -> None:
+    limits = options.sliding_window, options.window_right, options.chunk_size, *beside
+    if options.causal or options.sink_tokens or any(limit is not None for limit in limits):
         raise BatchError(
             "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
             "left out beside it"
         )
-    if asked.batch_invariant:
+    if options.batch_invariant:
         raise BatchError(
-            f"batch_invariant={shown(asked.batch_invariant)} beside a mask: rows are attended to by what "
-            "the masks of a call have in common; leave one of them out"
+            f"batch_invariant={shown(options.batch_invariant)} beside a mask: rows are attended to by "
+            "what the masks of a call have in common; leave one of them out"
         )
 
 
@@ -153,7 +153,7 @@ def _refuse(
     needed: tuple[Any, ...],
     optional: tuple[Any, ...],
     lists: Mapping[str, Any],
-    asked: CallOptions,
+    options: CallOptions,
 ) -> None:
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
     for name, tensor in zip(("query", "key", "value"), needed, strict=True):
@@ -165,10 +165,10 @@ def _refuse(
     for name, values in lists.items():
         if values is not None:
             integers(name, values)
-    for name, value in asked._asdict().items():
+    for name, value in options._asdict().items():
         if not isinstance(value, Hashable):
             raise BatchError(f"{name}={shown(value)} must be one value, a number or a name")
-    flag("return_lse", asked.needs_lse, BatchError)
+    flag("return_lse", options.needs_lse, BatchError)
     if isinstance(error, UnreadableMask):
         raise UnreadableMask(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "

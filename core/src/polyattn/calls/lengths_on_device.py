@@ -27,7 +27,7 @@ def bind_pages(
     value: Tensor,
     block_table: Tensor,
     lens: Tensor,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -40,7 +40,7 @@ def bind_pages(
     device's lengths, and with POLYATTN_CHECKS=1, which reads them. What a graph captures needs a call
     of its kind before, outside of the capture. Raises `BatchError`.
     """
-    kind = _kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes)
+    kind = _kind(query, key, value, block_table, lens, options, sinks, alibi_slopes)
     if kind not in memo:
         if capturing(query):
             raise BatchError(
@@ -50,7 +50,7 @@ def bind_pages(
         group = (
             None
             if current_settings().checks
-            else _group(query, key, value, asked, sinks, alibi_slopes)
+            else _group(query, key, value, options, sinks, alibi_slopes)
         )
         if group is not None:
             group.check_format(pages_of(key, value).format)
@@ -60,19 +60,19 @@ def bind_pages(
 
 
 def find_bound(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, options: CallOptions,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> BoundPages | None:  # fmt: skip
     """Return what `bind_pages` made for tensors that lie as these, so that nothing is checked again."""
-    return memo.get(_kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes))
+    return memo.get(_kind(query, key, value, block_table, lens, options, sinks, alibi_slopes))
 
 
 def _kind(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, options: CallOptions,
     sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> Any:  # fmt: skip
     return call_key(
-        query, key, value, bind_pages, asked, sinks is None, alibi_slopes is None,
+        query, key, value, bind_pages, options, sinks is None, alibi_slopes is None,
         block_table.dtype, block_table.shape, lens.dtype, lens.shape, lens.is_contiguous(),
     )  # fmt: skip
 
@@ -81,13 +81,13 @@ def _group(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    asked: CallOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> LayerGroup | None:
     try:
         return group_for_call(
-            query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
+            query, key.shape[2], value.shape[3], options, sinks is not None, alibi_slopes is not None,
             block_size=key.shape[1], length_bounds=True,
         )  # fmt: skip
     except SelectionError:
@@ -164,7 +164,7 @@ class BoundPages:
         return out, lse
 
     def after(self, lens: Tensor, count: int) -> Tensor:
-        """Return the lengths after so many more tokens each, in a tensor that stays: so do its plans."""
+        """Return `lens + count`, in a tensor that stays: so do its plans."""
         if self._after is None:
             self._after = torch.empty_like(lens, memory_format=torch.contiguous_format)
         return torch.add(lens, count, out=self._after)

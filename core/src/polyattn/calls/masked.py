@@ -19,7 +19,7 @@ def masked(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     heads_first: bool = False,
     heads_out: bool = False,
@@ -29,7 +29,7 @@ def masked(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `attend_dense` does, to the keys that `mask` (batch or 1, 1, queries or 1, keys) shows.
 
-    What `asked` says of causality and windows is not read: the mask says it. Raises
+    What `options` says of causality and windows is not read: the mask says it. Raises
     `UnreadableMask` where a query's keys are no interval, `BatchError`, and what `select` raises.
     """
     seqlen = 2 if heads_first else 1
@@ -51,11 +51,11 @@ def masked(
     heads, v_size = flat.shape[1], value.shape[3]
     out = flat.new_zeros(rows * queries, heads, v_size)
     lse = None
-    if asked.needs_lse:
+    if options.needs_lse:
         lse = flat.new_full((rows * queries, heads), -torch.inf, dtype=torch.float32)
     for part in read(mask, rows, queries):
         causal, window, right = part.kind
-        wanted = asked._replace(causal=causal, sliding_window=window, window_right=right)
+        wanted = options._replace(causal=causal, sliding_window=window, window_right=right)
         group = group_for_call(
             flat, flat_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
         )

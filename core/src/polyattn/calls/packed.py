@@ -23,7 +23,7 @@ class PackedKeys(NamedTuple):
 
     Attributes:
         key: (tokens, heads, size), or pages (pages, page size, heads, size).
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         lens: the number of keys of each sequence, on the host.
         starts: of packed sequences, where each begins; None: one after another.
         block_table: int32 (num_seqs, columns): each sequence's pages; None: keys are packed.
@@ -45,7 +45,7 @@ def attend_packed(
     query: Tensor,
     query_lens: Sequence[int],
     keys: PackedKeys,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -58,7 +58,7 @@ def attend_packed(
         query: (tokens, heads, size), sequences one after another.
         query_lens: query tokens of each sequence.
         keys: keys and values.
-        asked: the options of the call.
+        options: the options of the call.
         sinks: float32 (heads,), learned sink logits.
         alibi_slopes: float32 (heads,) or (num_seqs, heads).
 
@@ -79,30 +79,30 @@ def attend_packed(
 
     """
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
+        return _by_sequence(query, query_lens, keys, options, sinks, alibi_slopes)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     if not training and keys.block_table is None:
         lens = _lens(query_lens, keys)
         return attend_whole(
-            query, keys.key, keys.value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
+            query, keys.key, keys.value, lens, options, sinks=sinks, alibi_slopes=alibi_slopes
         )
     more = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    if training and not asked.needs_lse:  # the formula without an LSE is differentiated
-        asked = asked._replace(needs_lse=True)
-        return attend_packed(query, query_lens, keys, asked, **more)[0], None
-    if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
+    if training and not options.needs_lse:  # the formula without an LSE is differentiated
+        options = options._replace(needs_lse=True)
+        return attend_packed(query, query_lens, keys, options, **more)[0], None
+    if keys.block_table is not None and (training or _fewer(options, query_lens, keys.lens)):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
     params = sinks is not None, alibi_slopes is not None
     if keys.block_table is not None:
         cache = pages_of(keys.key, keys.value)
-        group = group_for_call(query, heads, v_size, asked, *params, block_size=cache.block_size)
+        group = group_for_call(query, heads, v_size, options, *params, block_size=cache.block_size)
         group.check_format(cache.format)
         step = group.plan_for(_batch(query_lens, keys))
         return run_plan(step, query, None, None, cache, **more)
     if not training:  # fewer keys than queries, out of their pages
-        return attend_packed(query, query_lens, keys, asked, **more)
-    step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), asked, *params)
+        return attend_packed(query, query_lens, keys, options, **more)
+    step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), options, *params)
     if sinks is not None:
         raise BatchError(
             "sinks with gradients: nothing serves that; detach the query, key and value"
@@ -124,7 +124,7 @@ def packed_gradients(
     query: Tensor,
     query_lens: Sequence[int],
     keys: PackedKeys,
-    asked: CallOptions,
+    options: CallOptions,
     *,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ def packed_gradients(
         query: (tokens, heads, size).
         query_lens: query tokens of each sequence.
         keys: packed keys and values.
-        asked: the options of the call.
+        options: the options of the call.
         alibi_slopes: float32 (heads,).
 
     Returns:
@@ -156,7 +156,7 @@ def packed_gradients(
         query,
         keys.key.shape[-2],
         keys.value.shape[-1],
-        asked,
+        options,
         False,
         alibi_slopes is not None,
         cached=False,
@@ -189,9 +189,9 @@ def _sequences(query_lens: Sequence[int], keys: PackedKeys) -> list[tuple[int, i
     return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
 
 
-def _fewer(asked: CallOptions, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
+def _fewer(options: CallOptions, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
     """Whether queries under a causal mask see no key at all, which a cache has no form of."""
-    return asked.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
+    return options.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
 
 
 def _gathered(keys: PackedKeys) -> PackedKeys:
@@ -207,7 +207,7 @@ def _by_sequence(
     query: Tensor,
     query_lens: Sequence[int],
     keys: PackedKeys,
-    asked: CallOptions,
+    options: CallOptions,
     sinks: Tensor | None,
     slopes: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +228,7 @@ def _by_sequence(
         raise BatchError(f"query has {len(query)} tokens; query_lens sum up to {sum(query_lens)}")
     if not query_lens:
         no_slopes = slopes.new_zeros(query.shape[1])
-        return attend_packed(query, [], keys, asked, sinks=sinks, alibi_slopes=no_slopes)
+        return attend_packed(query, [], keys, options, sinks=sinks, alibi_slopes=no_slopes)
     if starts is None and table is None:
         starts = list(accumulate(keys.lens, initial=0))
     outs, lses, at = [], [], 0
@@ -241,7 +241,9 @@ def _by_sequence(
             None if table is None else table[row : row + 1],
         )
         tokens = query[at : at + count]
-        out, lse = attend_packed(tokens, [count], own, asked, sinks=sinks, alibi_slopes=slopes[row])
+        out, lse = attend_packed(
+            tokens, [count], own, options, sinks=sinks, alibi_slopes=slopes[row]
+        )
         outs.append(out)
         lses.append(lse)
         at += count

@@ -83,7 +83,7 @@ def group_for_call(
     query: Tensor,
     kv_heads: int,
     v_size: int,
-    asked: CallOptions,
+    options: CallOptions,
     sinks: bool,
     alibi: bool,
     **more: Any,
@@ -94,7 +94,7 @@ def group_for_call(
         query: (..., num_heads, head_size); its device and dtype count.
         kv_heads: heads of the keys.
         v_size: elements of a value.
-        asked: the options of the call.
+        options: the options of the call.
         sinks: whether learned sinks come with it.
         alibi: whether ALiBi slopes come with it.
         more: further fields of `LayerSpec`, as in `group_for`.
@@ -114,13 +114,13 @@ def group_for_call(
     device = query.device
     return group_of(
         _for_call, current_settings(), generation(), place_of(device), device, query.dtype, heads, size,
-        kv_heads, v_size, asked, sinks, alibi, **more,
+        kv_heads, v_size, options, sinks, alibi, **more,
     )  # fmt: skip
 
 
 def _for_call(
     settings: Settings, plugins: int, place: Any, device: torch.device, dtype: torch.dtype,
-    heads: int, size: int, kv_heads: int, v_size: int, asked: CallOptions, sinks: bool, alibi: bool,
+    heads: int, size: int, kv_heads: int, v_size: int, options: CallOptions, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
     if str(dtype).removeprefix("torch.") not in DTYPES:
@@ -129,12 +129,12 @@ def _for_call(
             f"pass 8-bit queries with their scales to an Attention whose spec has qkv_dtype"
         )
     return group_for(
-        device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
-        v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale,
-        sliding_window=asked.sliding_window, window_right=asked.window_right,
-        logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
-        sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
-        batch_invariant=asked.batch_invariant, **more,
+        device, options.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
+        v_head_size=v_size, dtype=dtype, causal=options.causal, scale=options.scale,
+        sliding_window=options.sliding_window, window_right=options.window_right,
+        logit_soft_cap=options.logit_soft_cap, chunk_size=options.chunk_size,
+        sink_tokens=options.sink_tokens, needs_lse=options.needs_lse, learned_sinks=sinks, alibi=alibi,
+        batch_invariant=options.batch_invariant, **more,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def run_plan(
         query: (tokens, heads, size).
         key: the new tokens' (tokens, KV heads, size), or all keys of a layer without a cache; None: the
             cache has them.
-        value: alike.
+        value: as `key`.
         cache: the layer's cache, if it has one.
         sinks: float32 (heads,), learned sink logits.
         alibi_slopes: float32 (heads,).

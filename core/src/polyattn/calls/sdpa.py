@@ -34,8 +34,8 @@ def sdpa(
 
     Args:
         query: (batch, heads, queries, size); without `heads_first` (batch, queries, heads, size).
-        key: alike, with the KV heads and the keys.
-        value: alike, with the values' size.
+        key: as `query`, with the KV heads and the keys.
+        value: as `key`, with the values' size.
         mask: bool or floats (batch or 1, 1, queries or 1, keys), as `polyattn.attention` takes it, and
             instead of `is_causal`.
         is_causal: a causal mask aligned to the top left: the first query sees the first key alone.
@@ -68,24 +68,24 @@ def sdpa(
     if mask is None and is_causal and queries > keys:
         mask = _top_left(queries, keys, query.device)
     if mask is not None:
-        asked = _asked(False, scale, logit_soft_cap, needs_lse)
+        options = _options(False, scale, logit_soft_cap, needs_lse)
         return masked(
-            query, key, value, mask, asked, heads_first=heads_first, heads_out=heads_out,
+            query, key, value, mask, options, heads_first=heads_first, heads_out=heads_out,
             sinks=sinks, count=count,
         )  # fmt: skip
     lens = None
     causal = is_causal and queries > 1
     if is_causal and keys != queries:  # keys beyond the queries are seen by none
         lens = (queries,) * len(query)
-    asked = _asked(causal, scale, logit_soft_cap, needs_lse)
+    options = _options(causal, scale, logit_soft_cap, needs_lse)
     return attend_dense(
-        query, key, value, asked, heads_first=heads_first, heads_out=heads_out, key_lens=lens,
+        query, key, value, options, heads_first=heads_first, heads_out=heads_out, key_lens=lens,
         sinks=sinks, count=count,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)  # a hit takes half the time of making it
-def _asked(
+def _options(
     causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool
 ) -> CallOptions:
     return CallOptions(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)

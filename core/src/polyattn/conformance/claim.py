@@ -28,7 +28,7 @@ from polyattn.runtime.function_backend import (
 from polyattn.spec.kinds import KV_CACHE_DTYPES, LAYOUTS, Role
 
 TRIAL: type[FunctionBackend]
-"""The backend under trial, which selection loads by this path."""
+"""The backend under trial, while there is one: selection loads it by this path."""
 PROVING = frozenset({"numeric", "context", "layout", "packed"})
 """The checks that prove one claim. The others look at what every backend must do, at the end."""
 UNPROVABLE = frozenset(
@@ -104,6 +104,7 @@ class Trials:
                     yield case.id, None
         finally:
             unregister("claim-trial")
+            del TRIAL
 
     def proof(self, claims: Claims) -> tuple[str, str | None]:
         """Return the first new case and None, or the case that fails and why; "" where there is none."""

@@ -169,8 +169,8 @@ def runs_alone(run: Callable[[], Result]) -> Result:
         before, modules = snapshot(), len(sys.modules)
         result = run()
         changed = changes(before, modules)
-    said = ", ".join(name + change for name, change in changed.items())
-    assert not changed, f"the process isn't as it was: {said}"
+    names = ", ".join(name + change for name, change in changed.items())
+    assert not changed, f"the process isn't as it was: {names}"
     return result
 
 

@@ -21,7 +21,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     """Return the device behind a `Device`, a profile's name, a torch device or None.
 
     Args:
-        device: None is this machine's best; of several alike the one that is current at the call.
+        device: None is this machine's best; of several equal ones, the one that is current at the call.
         settings: instead of those of the environment and the file.
 
     Raises:

@@ -197,13 +197,13 @@ def _entry_points() -> Iterator[_Found]:
             text = dist.read_text("entry_points.txt")
             if not text or ENTRY_POINT_GROUP not in text:
                 continue
-            said = dist.metadata  # parsed at each access
-            name = _name_in(said)
+            metadata = dist.metadata  # parsed at each access
+            name = _name_in(metadata)
             if name in seen:  # a second copy on sys.path is shadowed, as for import
                 continue
             seen.add(name)
             points = [ep for ep in dist.entry_points if ep.group == ENTRY_POINT_GROUP]
-            version = plain(said["Version"] or "(no version)", 64)
+            version = plain(metadata["Version"] or "(no version)", 64)
             for point in points:
                 problem = plugin_name_problem(point.name) or ""
                 record = PluginRecord(
@@ -262,20 +262,20 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
             "variants": AttentionVariant,
             "row_formats": RowFormat,
         }
-        said: dict[str, Any] = {
+        entries: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
             for what, kind in declared.items()
         }
-        return said | {"timings": accepted_timings(ask(manager, plugin, "polyattn_timings"))}
+        return entries | {"timings": accepted_timings(ask(manager, plugin, "polyattn_timings"))}
 
     try:
         if _is_being_imported(record.target):
-            said = question()
+            entries = question()
         else:
             setting = "POLYATTN_PLUGIN_TIMEOUT"
-            said = within(seconds, setting, "its import or a hook", question)
+            entries = within(seconds, setting, "its import or a hook", question)
         imported = "torch" in sys.modules and not had_torch
-        return replace(record, note=_cost(imported, time.perf_counter() - began), **said)
+        return replace(record, note=_cost(imported, time.perf_counter() - began), **entries)
     except (Exception, SystemExit) as error:
         for plugin in loaded:
             if manager.is_registered(plugin):
@@ -331,7 +331,7 @@ def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, b
 
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:
     conflicts: dict[str, str] = {}
-    taken = []
+    by_kind = []
     for what in ("backend", "platform", "variant", "row_format"):
         claims: dict[str, list[tuple[Any, PluginRecord]]] = {}
         for record in records:
@@ -340,8 +340,8 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
         for name, claimants in claims.items():
             if len(claimants) > 1:
                 conflicts[f"{what} {name}"] = _settle(what, name, claimants)
-        taken.append({name: who[0] for name, who in claims.items() if who})
-    backends, platforms, variants, row_formats = taken
+        by_kind.append({name: owners[0] for name, owners in claims.items() if owners})
+    backends, platforms, variants, row_formats = by_kind
     ours = (name for brings in catalogue().values() for name in brings["platforms"])
     known = {ANY_PLATFORM, *platforms, *ours}
     for entry, record in backends.values():

@@ -231,7 +231,7 @@ class BackendInfo:
             people.
         variant_check: `"package.module:function"` or None, of a backend that claims `"variant"`. It
             takes an `AttentionVariant` and returns None, or why this backend can't serve it.
-        rows_check: alike, of a backend that claims `"rows"`: it takes a cache's `RowFormat`.
+        rows_check: as `variant_check`, of a backend that claims `"rows"`: it takes a cache's `RowFormat`.
         requires: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
         install: the command that installs them.
         priorities: the first one that applies counts; none: score 0.

@@ -61,7 +61,7 @@ class PageStrides(NamedTuple):
     Attributes:
         query: from token to token and head to head.
         key: from page to page, token to token and head to head.
-        value: alike.
+        value: as `key`.
 
     Examples:
         >>> PageStrides(query=(256, 64), key=(2048, 128, 64), value=(2048, 128, 64)).key[0]

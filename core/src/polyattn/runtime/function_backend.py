@@ -64,6 +64,14 @@ CLAIMS = frozenset(field.name for field in fields(Capabilities)) - {
     "state_targets", "padding_rows", "mixes_tails", "by_address", "rotates", "graph_capture",
 }  # fmt: skip
 """The claims that a function can make; the others speak of plans, or of other kinds of layers."""
+REQUIRED: dict[str, Any] = {
+    "platforms": "cpu",
+    "dtypes": ("float32", "bfloat16"),
+    "head_sizes": (64, 128),
+    "features": ("causal", "gqa"),
+    "block_sizes": (16, 32),
+}
+"""What a function must claim, each with an example; `block_sizes` where it reads pages."""
 _INFO = frozenset(
     {"summary", "probe", "requires", "install", "priorities", "proof", "by_name_only"}
 )
@@ -261,13 +269,13 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     """
 
     def decorate(function: Callable[..., Any]) -> type[FunctionBackend]:
-        made = declared(function, name, claims)
+        declaration = declared(function, name, claims)
         if not function.__qualname__.isidentifier():
             raise PluginError(
                 f"backend {name}: {function.__qualname__} can't be loaded by its name; move the function "
                 "to its module's top level"
             )
-        return made
+        return declaration
 
     return decorate
 
@@ -280,8 +288,8 @@ def declared(
     form = form_of(names)
     _check_parameters(name, names, form)
     about = {field: value for field, value in claims.items() if field in _INFO}
-    said = {field: value for field, value in claims.items() if field not in _INFO}
-    caps = _capabilities(name, names, form, said)
+    stated_claims = {field: value for field, value in claims.items() if field not in _INFO}
+    caps = _capabilities(name, names, form, stated_claims)
     about.setdefault("summary", next(iter((function.__doc__ or name).strip().splitlines())))
     path = f"{function.__module__}:{function.__qualname__}"
     info = BackendInfo(name=name.upper(), path=path, capabilities=caps, **about)
@@ -337,23 +345,23 @@ def _check_parameters(name: str, names: tuple[str, ...], form: str) -> None:
 
 
 def _capabilities(
-    name: str, names: tuple[str, ...], form: str, said: dict[str, Any]
+    name: str, names: tuple[str, ...], form: str, stated_claims: dict[str, Any]
 ) -> Capabilities:
-    for claim in said:
+    for claim in stated_claims:
         if claim not in CLAIMS:
             raise PluginError(
                 f"backend {name}: a function can't claim {claim!r}{nearest(claim, CLAIMS)}; write a "
                 "class for what needs a plan"
             )
-    pages = ("block_sizes",) if form == "pages" else ()
-    for claim in ("platforms", "dtypes", "head_sizes", "features", *pages):
-        if claim not in said:
+    for claim in REQUIRED:
+        if claim not in stated_claims and (claim != "block_sizes" or form == "pages"):
             raise PluginError(
-                f"backend {name}: {claim}= is missing; state what the function can do"
+                f"backend {name}: {claim}= is missing; state what the function can do, as "
+                f"{claim}={REQUIRED[claim]!r} does"
             )
     known = {field.name: str(field.type) for field in fields(Capabilities)}
     claims = {}
-    for claim, value in said.items():
+    for claim, value in stated_claims.items():
         try:
             claims[claim] = _typed(known[claim], value)
         except ValueError as error:

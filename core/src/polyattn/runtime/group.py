@@ -203,7 +203,8 @@ class LayerGroup:
             selection = select_for_layer(selection)
         if not isinstance(selection, Selection):
             raise SpecError(
-                f"LayerGroup takes a Selection or a LayerSpec, not {type(selection).__name__}"
+                f"LayerGroup takes a Selection or a LayerSpec, not {type(selection).__name__}; "
+                "of select_layers, pass the selection of each item"
             )
         self.selection = selection
         self.spec, self.device = selection.spec, selection.device

@@ -70,7 +70,7 @@ class Frame:
         query: (num_tokens, num_heads, head size).
         key: (num_tokens, num_kv_heads, head size), the new tokens', or None: `cache` holds them
             already. Without a cache it has all keys, where `batch.key_starts` says.
-        value: alike, with the values' size.
+        value: as `key`, with the values' size.
         cache: the layer's cache, or None.
         params: what differs between layers of one spec.
         out: (num_tokens, num_heads, V head size), written.

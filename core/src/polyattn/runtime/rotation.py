@@ -24,7 +24,7 @@ class Norms:
     Attributes:
         query: (size,), the weight of each head, or (num_heads * size,) of all heads as one row:
             float32 (float64 in a float64 layer), contiguous.
-        key: alike; None where keys come from the cache alone.
+        key: as `query`; None where keys come from the cache alone.
         eps: added to the mean square.
         over: `"head"` or `"token"`, as in `NormSpec`.
 

@@ -87,7 +87,7 @@ class StepChoice:
             self._decoding = self.predictor.captured(self._decoding)
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
-        """Return the backend for a step of single-token rows of so many keys. A few microseconds.
+        """Return the backend for a step of single-token rows of that many keys. A few microseconds.
 
         `longest`: the largest of `lens`, where it is known.
         """

@@ -263,8 +263,8 @@ def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[Backen
 
 
 def _named_step(named: Mapping[str, Override | None]) -> Step:
-    said = [f"{phase}: {o.backend} (by {o.source})" for phase, o in named.items() if o]
-    return Step("Did the user name a backend?", "; ".join(said) or "no")
+    names = [f"{phase}: {o.backend} (by {o.source})" for phase, o in named.items() if o]
+    return Step("Did the user name a backend?", "; ".join(names) or "no")
 
 
 def _family_steps(spec: LayerSpec) -> list[Step]:

@@ -28,7 +28,7 @@ class CacheWindow:
         block_size: tokens of a block.
         window: a query sees itself and the `window - 1` tokens before it; None: all.
         sinks: first tokens that stay.
-        chunk: a query sees its own chunk of so many tokens alone; None: no chunks.
+        chunk: a query sees only its own chunk, of `chunk` tokens; None: no chunks.
 
     Raises:
         SpecError: a number isn't one of a window.

@@ -25,9 +25,9 @@ SPECIFIED = {
 def check_invariance(fields: Mapping[str, Any]) -> None:
     """Raise `SpecError` if a layer's own computation depends on something that its bits must not."""
     level = fields["batch_invariant"]
-    name, rope, cached = level.name.lower(), fields["rope"], fields["kv_cache_dtype"]
     if level < Invariance.STEPS:
         return
+    name, rope, cached = level.name.lower(), fields["rope"], fields["kv_cache_dtype"]
     if fields["dense_context"]:
         raise SpecError(
             f"batch_invariant={name!r}: dense_context=True shows a prompt other keys when it comes in "

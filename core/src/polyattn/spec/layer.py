@@ -193,7 +193,7 @@ class LayerSpec:
         if self.window_right is not None and self.window_right + 1 == self.sliding_window:
             set_(self, "window_right", None)  # the window's own meaning
         # The spec is the key of every look-up on the way to a kernel, so hash it once.
-        set_(self, "_hash", hash(tuple(self._values().values())))
+        set_(self, "_hash", hash(tuple(map(vars(self).get, self.__dataclass_fields__))))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
@@ -203,7 +203,8 @@ class LayerSpec:
         return partial(LayerSpec, **self._values()), ()
 
     def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = vars(self)
+        return {name: values[name] for name in self.__dataclass_fields__}
 
     def _derived(self) -> dict[str, Any]:
         """Return what fields that were left out follow from."""
@@ -485,7 +486,7 @@ def _check_relations(spec: LayerSpec) -> None:
             "step, or one planned by bounds, doesn't; use graph_capture='uniform' at most, and no "
             "length_bounds"
         )
-    check_invariance(spec._values())
+    check_invariance(vars(spec))
     if spec.window_right is not None and spec.causal:
         right = f"window_right={spec.window_right}: a causal mask hides all keys after the query"
         raise SpecError(f"{right}; leave it out, or set causal=False")
@@ -645,10 +646,11 @@ def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
             f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
             f"head_size={spec.head_size}"
         )
-    made = sparse.compressor
-    if made is not None and made.size != spec.num_kv_heads * spec.head_size:
+    compressor = sparse.compressor
+    if compressor is not None and compressor.size != spec.num_kv_heads * spec.head_size:
         raise SpecError(
-            f"sparse.compressor.size={made.size}: a key has {spec.num_kv_heads * spec.head_size} elements"
+            f"sparse.compressor.size={compressor.size}: a key has "
+            f"{spec.num_kv_heads * spec.head_size} elements"
         )
     if sparse.turns_back and not sparse.value_in_key:
         raise SpecError(

@@ -35,7 +35,7 @@ class RopeSpec:
         low_freq_factor: of `"llama3"`.
         high_freq_factor: of `"llama3"`.
         beta_fast: of `"yarn"`, in rotations over the original length.
-        beta_slow: of `"yarn"`, alike.
+        beta_slow: of `"yarn"`, as `beta_fast`.
         truncate: of `"yarn"`: round the bounds of its ramp to whole pairs.
         short_factors: of `"longrope"`, one for each pair, for up to `original_length` tokens.
         long_factors: of `"longrope"`, one for each pair, for more tokens.

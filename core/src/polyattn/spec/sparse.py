@@ -24,7 +24,7 @@ class CompressorSpec:
             gates; or `"mean"`.
         overlap: an entry pools the group before its own as well. A token's row then has twice the size:
             first its part of the next entry, then that of its own.
-        drafts: tokens of a step that may be rejected; the states keep so many rows more.
+        drafts: tokens of a step that may be rejected; the states keep that many rows more.
 
     Raises:
         SpecError: a value or a combination describes no compressor.
@@ -76,17 +76,19 @@ class CompressorSpec:
 
 def _check_compressor(of: Any, name: str, size: int | None = None) -> None:
     """Check that a part's compressor makes its entries; its fields may stand for it."""
-    made = of.compressor
-    if isinstance(made, Mapping):
-        made = from_fields("compressor", CompressorSpec, made)
-        object.__setattr__(of, "compressor", made)
-    if made is None:
+    compressor = of.compressor
+    if isinstance(compressor, Mapping):
+        compressor = from_fields("compressor", CompressorSpec, compressor)
+        object.__setattr__(of, "compressor", compressor)
+    if compressor is None:
         return
-    if not isinstance(made, CompressorSpec):
-        raise SpecError(f"{name}.compressor={made!r} must be a CompressorSpec, or None for none")
+    if not isinstance(compressor, CompressorSpec):
+        raise SpecError(
+            f"{name}.compressor={compressor!r} must be a CompressorSpec, or None for none"
+        )
     for field, value, wanted in (
-        ("tokens_per_entry", made.tokens_per_entry, of.tokens_per_entry),
-        ("size", made.size, size),
+        ("tokens_per_entry", compressor.tokens_per_entry, of.tokens_per_entry),
+        ("size", compressor.size, size),
     ):
         if wanted not in (None, value):
             raise SpecError(f"{name}.compressor.{field}={value}: an entry has {wanted}")
@@ -176,12 +178,12 @@ class SparseSpec:
     def __str__(self) -> str:
         """The options of the choice that aren't the defaults, for `str(LayerSpec)`."""
         words = f"{self.budget} of {self.granularity}" if self.granularity > 1 else f"{self.budget}"
-        whom = {"all": "", "kv_head": " by KV head", "head": " by head"}[self.scope]
+        scope = {"all": "", "kv_head": " by KV head", "head": " by head"}[self.scope]
         entries = f", entries of {self.tokens_per_entry}" if self.tokens_per_entry > 1 else ""
-        made = "" if self.compressor is None else f", {self.compressor}"
+        pooled = "" if self.compressor is None else f", {self.compressor}"
         under = ", in the softmax of the layer before" * self.shares_softmax
         which = "newest" if self.newest else "choice"
-        return f"{which} {words}{whom}{', physical' * self.physical}{entries}{made}{under}"
+        return f"{which} {words}{scope}{', physical' * self.physical}{entries}{pooled}{under}"
 
 
 INDEX_FORMS = {
@@ -218,7 +220,7 @@ class IndexerSpec:
         tokens_per_entry: m: a token at position t sees entry e if e < (t + 1) // m.
         pool: B: candidate c is the best of entries c * B to c * B + B - 1 that the token sees.
         forced_first: oldest candidates that are chosen before all others, within the budget.
-        forced_last: newest ones, alike.
+        forced_last: newest candidates that are, too.
         tail: the incomplete last group of tokens is chosen beside the budget, as id (t + 1) // m.
         within: b: only entries in the blocks of b entries that the call gives count.
         cache_dtype: of the index keys: `"auto"`, the layer's; `"fp8_e4m3"`; or `"fp8_scaled"`, e4m3 with

@@ -328,6 +328,7 @@ READERS: dict[str, Reader] = {
     "ministral": Decoder(types=all_of(SLIDING), listed=True, window=window),
     "ministral3": Decoder(types=all_of(SLIDING), window=window, rope=ministral3_rope),
     "qwen2": QWEN2,
+    "mimo": QWEN2,
     "qwen3": QWEN2,
     "qwen2_moe": QWEN_MOE,
     "qwen3_moe": Decoder(types=qwen3_moe_types, window=optional_window),

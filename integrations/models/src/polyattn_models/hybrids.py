@@ -351,5 +351,6 @@ READERS: dict[str, Reader] = {
     "qwen3_5_moe_text": qwen3_5,
     "minimax": minimax,
     "minimax_text_01": minimax,
+    "minimax_m1": minimax,
     "kimi_linear": kimi_linear,
 }

@@ -28,6 +28,8 @@ QWEN3_5 = {"attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dty
 BOOKKEEPING = frozenset({"tokenizer_class"})
 """Fields beside transformers' own that don't affect layers, in anybody's code."""
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"cla_share_factor": 2},  # without use_cla, no layer reads it
+    "hunyuan_v1_moe": {"cla_share_factor": 2},
     "qwen3_moe": {"use_qk_norm": True},
     "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer"},
     "glm_moe_dsa": {"rope_interleave": True, "indexer_rope_interleave": True},

@@ -140,13 +140,13 @@ def plans(case: Case, harness: Harness) -> None:
     if case.spec.cached:
         lengths += [few, batches_of_ones(few)]
     lengths.append(case.batch)
-    steps = [harness.step(layer, given) for given in lengths]
-    made = [layer.plan(step.batch) for step in steps]
-    first = steps[0].check("first of several plans: ", made[0]).clone()
+    steps = [harness.step(layer, length) for length in lengths]
+    plans = [layer.plan(step.batch) for step in steps]
+    first = steps[0].check("first of several plans: ", plans[0]).clone()
     for index in (*range(len(steps) - 1, 0, -1), 1):
         label = f"plan {index + 1} of several, interleaved: "
-        steps[index].check(label, made[index])
-    again = steps[0].check("first plan again: ", made[0])
+        steps[index].check(label, plans[index])
+    again = steps[0].check("first plan again: ", plans[0])
     assert output_error(again, first) <= 1e-2, (
         "the first plan gives other results after the others ran"
     )

@@ -60,16 +60,16 @@ class Attention(Layer):
         k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
             also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale
             = 0.02`.
-        v_scale: a quantised cache holds `value / scale`; alike.
-        q_scale: of queries that arrive quantised; alike.
-        out_scale: of an output that leaves quantised; alike.
+        v_scale: a quantised cache holds `value / scale`; as `k_scale`.
+        q_scale: of queries that arrive quantised; as `k_scale`.
+        out_scale: of an output that leaves quantised; as `k_scale`.
         rotate: required if the spec has a `rope`. True: this layer rotates queries and keys, at the
             batch's positions; False: the caller did.
         qkv_bias: (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,), added to
             query, key and value before they are rotated.
         q_norm: (head_size,), or (num_heads * head_size,) of a norm over tokens: the weight of the spec's
             `qk_norm`, which this layer then applies before it rotates. With rotate=False the caller did.
-        k_norm: alike, of the keys; None for a layer that reads another's.
+        k_norm: as `q_norm`, of the keys; None for a layer that reads another's.
         inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
             numbers.
         checks: check block tables and slots on the device at each step; None: the setting `checks`.
@@ -180,7 +180,7 @@ class Attention(Layer):
                 holds all three.
             key: (num_tokens, num_kv_heads, head_size), or in two dimensions; None: the cache holds the
                 keys already (cross-attention).
-            value: alike, with the values' size.
+            value: as `key`, with the values' size.
             cache: the layer's cache; None for a layer without one, whose key and value are all its
                 keys.
             plan: of this layer's group, or the `Batch`, which then keeps the plan for the group's other
@@ -257,7 +257,7 @@ class Attention(Layer):
 
         Args:
             key: (tokens, num_kv_heads, head_size), any number of tokens, or in two dimensions.
-            value: alike, with the values' size.
+            value: as `key`, with the values' size.
             cache: the layer's cache.
             slot_mapping: int64 (tokens,), where each goes; -1 skips.
 

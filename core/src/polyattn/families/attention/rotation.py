@@ -35,7 +35,7 @@ def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
         return False
     if rotate is None:
         raise SpecError(
-            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} "
+            f"the spec has a rotary embedding (scaling {rope.scaling}, {rope.rotary_size} "
             f"elements): pass rotate=True if the layer must rotate queries and keys, or "
             f"rotate=False if they are rotated already; spec.replace(rope=None) is the layer without one"
         )

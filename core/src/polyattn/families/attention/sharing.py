@@ -234,7 +234,7 @@ class Sharing:
     def _way(
         self, levels: int, saved_bytes: int, batch: Batch
     ) -> AttentionBackend | PrefixDecode | None:
-        """Return the backend predicted fastest for a step that saves so many bytes; None for none."""
+        """Return the backend predicted fastest for a step that saves that many bytes; None for none."""
         if not saved_bytes:
             return None
         platform, saved_us = self.group.device.platform, self._saved_us(saved_bytes)

@@ -67,10 +67,10 @@ class LatentWorkload(ChoosingWorkload):
         cls, group: LayerGroup, dice: Dice, *, checks: bool = True, weights: bool = True
     ) -> LatentAttention:
         """Return an MLA layer with random weights, or one whose caller absorbs."""
-        made = latent_weights(group.spec, dice.generator) if weights else (None, None)
+        latent = latent_weights(group.spec, dice.generator) if weights else (None, None)
         factor = 0.5 + 0.05 * dice.integer(0, 10)
         scale = {"auto": 1.0, "int8": 0.08 * factor}.get(group.spec.kv_cache_dtype, factor)
-        return LatentAttention(group, *made, k_scale=scale, checks=checks)
+        return LatentAttention(group, *latent, k_scale=scale, checks=checks)
 
     @property
     def part(self) -> LatentSpec:

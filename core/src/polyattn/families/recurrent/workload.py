@@ -72,7 +72,7 @@ class RecurrentWorkload(Workload):
         return Recurrent(group, checks=checks, **params)
 
     def more(self, count: int) -> list[Tensor]:
-        """Return the inputs of so many tokens, in the form's order."""
+        """Return the inputs of that many tokens, in the form's order."""
         inputs = recurrent_inputs(self.spec, count, self.dice.generator, self.device)
         for index, name in enumerate(self.layer.form.inputs):
             if name in ("g", "w"):

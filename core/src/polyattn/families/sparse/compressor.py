@@ -119,7 +119,7 @@ class Compressor:
 
         Args:
             rows: (num_tokens, channels).
-            gates: alike; None for a mean.
+            gates: as `rows`; None for a mean.
             states: as `allocate_states` returns them, written.
             batch: the step, with `state_slots`. A sequence as long as its new tokens starts anew.
 

@@ -99,7 +99,7 @@ class SparseAttention(ChoosingLayer):
         Args:
             query: (num_tokens, num_heads, head_size).
             key: (num_tokens, num_kv_heads, head_size); None: the cache holds the keys already.
-            value: alike, with the values' size; None with `value_in_key`.
+            value: as `key`, with the values' size; None with `value_in_key`.
             cache: the layer's cache.
             plan: as `Attention.forward` takes it.
             choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
@@ -153,7 +153,7 @@ class SparseAttention(ChoosingLayer):
         Args:
             key: (rows, num_kv_heads, head_size), any number of rows; entries of several tokens are
                 rotated already.
-            value: alike, with the values' size; None with `value_in_key`.
+            value: as `key`, with the values' size; None with `value_in_key`.
             cache: the layer's cache.
             slot_mapping: int64 (rows,), where each goes; -1 skips.
 

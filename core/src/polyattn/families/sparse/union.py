@@ -49,7 +49,7 @@ class UnionAttention:
     A key that is in two streams counts twice.
 
     Args:
-        layers: each with `needs_lse=True`, without sinks of its own; alike in heads and values.
+        layers: each with `needs_lse=True`, without its own sinks, and with equal heads and values.
         sinks: (num_heads,), logits in the denominator, once for all streams.
 
     Raises:

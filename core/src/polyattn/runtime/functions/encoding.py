@@ -209,13 +209,13 @@ class _Reader:
             fill = {"ones_like": 1, "zeros_like": 0}.get(name)
             fill = args[1] if fill is None else fill
             return torch.full(args[0].at.shape, fill, dtype=dtype)
-        made = getattr(self, f"_{name.strip('_')}", None)
-        if name in _ALONE or name in _PAIRS or made is not None:
+        method = getattr(self, f"_{name.strip('_')}", None)
+        if name in _ALONE or name in _PAIRS or method is not None:
             wide = dtype.is_floating_point and dtype != torch.float32
             if wide and name != "view" and (name, dtype) != ("sqrt", torch.float64):
                 raise UntraceableError(f"operation {name!r} in {dtype}")
-        if made is not None:
-            return made(*args, **kwargs)
+        if method is not None:
+            return method(*args, **kwargs)
         op = _ALONE.get(name) or _PAIRS.get(name)
         if op is None or kwargs:
             raise UntraceableError(

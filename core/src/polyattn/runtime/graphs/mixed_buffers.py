@@ -170,7 +170,7 @@ class MixedBuffers(StepBuffers):
             torch.index_select(rows, 0, self.order[first : first + count], out=goal)
 
     def _over(self, queries: list[int], lens: list[int]) -> Batch:
-        """Return a batch over these buffers, of rows of so many tokens."""
+        """Return a batch over these buffers, of rows of that many tokens."""
         starts = [0, *accumulate(queries)]
         self._put(self.starts, starts)
         batch = self._on_these(starts, lens)

@@ -243,16 +243,15 @@ class Batch:
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
-        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
-            raise BatchError(
-                f"slot_mapping is {slot_mapping.dtype} with stride {slot_mapping.stride(0)}: what a "
-                "captured graph reads is int64 and contiguous, in place"
-            )
-        for name, buffer in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens)):
-            if not buffer.is_contiguous():
+        for name, buffer, stays in (
+            ("slot_mapping", slot_mapping, batch.slot_mapping is slot_mapping),
+            ("query_start_loc", query_start_loc, query_start_loc.is_contiguous()),
+            ("seq_lens", seq_lens, seq_lens.is_contiguous()),
+        ):
+            if buffer is not None and not stays:
                 raise BatchError(
-                    f"{name} has stride {buffer.stride(0)}: what a captured graph reads is contiguous, "
-                    "in place"
+                    f"{name} is {buffer.dtype} with stride {buffer.stride(0)}: what a captured graph "
+                    "reads is contiguous, in place, and slots are int64"
                 )
         batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
         batch.lens_are_bounds = not exact

@@ -131,7 +131,7 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
         known += importers
         environment = os.environ | {"POLYATTN_DISABLE_PLUGINS": ",".join(known)}
         try:
-            said = subprocess.run(
+            answer = subprocess.run(
                 [sys.executable, "-c", code],
                 env=environment,
                 capture_output=True,
@@ -139,7 +139,7 @@ def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
                 check=True,
                 timeout=settings.plugin_timeout * len(registry.plugins),
             )
-            importers = json.loads(said.stdout.splitlines()[-1])
+            importers = json.loads(answer.stdout.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             notes.append("whether more plugins' hook modules import torch couldn't be asked")
             break
