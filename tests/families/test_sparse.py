@@ -397,6 +397,20 @@ def test_an_indexer_that_means_nothing_is_refused(fields: dict[str, Any], match:
         IndexerSpec(**({"num_heads": 2, "head_size": 8, "budget": 4} | fields))
 
 
+@pytest.mark.parametrize("name", ["VANILLA_INDEX", "TORCH_INDEX", "NATIVE_INDEX"])
+def test_no_block_within_which_to_choose(name: str) -> None:
+    """A list without room names none, as one of -1 does."""
+    parts = IndexerSpec(num_heads=2, head_size=16, budget=4, within=4)
+    spec = MSA.replace(sparse=SparseSpec(budget=4), indexer=parts)
+    indexer = Indexer(LayerGroup(select(spec, "cpu", backend=f"index={name}")))
+    keys = indexer.allocate_cache(2).normal_()
+    batch = Batch.from_lens([3], [20], torch.tensor([[1, 0]]).int(), keys.shape[1])
+    query, weights = torch.randn(3, 2, 16), torch.randn(3, 2)
+    for columns in (0, 2):
+        within = torch.full((3, 1, columns), -1, dtype=torch.int32)
+        assert (indexer(query, keys, batch, weights, within) == -1).all()
+
+
 def test_an_indexer_refuses_what_it_would_misread() -> None:
     indexer, batch, frame = index_step("tokens")
     query, keys = frame.query, frame.keys

@@ -117,6 +117,20 @@ def test_a_compressor_refuses_what_it_would_misread() -> None:
         CompressorSpec(size=6, tokens_per_entry=4, reduction="max")
 
 
+def test_a_table_without_entries_takes_none() -> None:
+    compressor = Compressor(CompressorSpec(size=6, tokens_per_entry=4))
+    batch = Batch.from_lens([3], [3], state_slots=torch.tensor([0]))
+    rows = torch.zeros(3, 6)
+    entries = compressor(rows, rows, compressor.allocate_states(1), batch)
+    table = torch.zeros(1, 0, dtype=torch.int32)
+    assert entries.slots(table, block_size=16).tolist() == [-1]
+    attend = layer(budget=2, tokens_per_entry=4)
+    out, _ = attend(
+        torch.ones(3, 4, 16), None, None, attend.group.allocate_cache(1), Batch([0, 3], [3], table)
+    )
+    assert not out.any()
+
+
 def layer(**sparse: Any) -> SparseAttention:
     return SparseAttention(LayerSpec(
         kind="sparse", num_heads=4, num_kv_heads=1, head_size=16, dtype="float32", block_size=16,
@@ -147,6 +161,20 @@ def test_streams_share_one_softmax_and_the_sinks_count_once() -> None:
         torch.testing.assert_close(lse[token].double(), scores.logsumexp(1), rtol=0, atol=2e-6)
         weights = torch.cat([scores, sinks.double()[:, None]], 1).softmax(1)[:, :-1]
         torch.testing.assert_close(out[token].double(), weights @ seen, rtol=0, atol=2e-6)
+
+
+def test_a_table_names_blocks_of_entries() -> None:
+    """What it has behind a sequence's entries is never read; without room for them it is refused."""
+    attend = layer(budget=8, tokens_per_entry=4)
+    cache = attend.group.allocate_cache(4)
+    entries = torch.randn(20, 1, 16)
+    attend.store(entries, None, cache, torch.arange(16, 36))
+    table = torch.tensor([[1, 2, 10**6, -1, 10**6]], dtype=torch.int32)
+    out, _ = attend(torch.zeros(1, 4, 16), None, None, cache, Batch([0, 1], [80], table))
+    newest = entries[12:].mean(0).expand(4, 16)
+    torch.testing.assert_close(out[0], newest, rtol=0, atol=1e-6)
+    with pytest.raises(BatchError, match="block_table has 1 blocks of 16 .* length 80 needs 2"):
+        attend.group.plan(Batch([0, 1], [80], table[:, :1]))
 
 
 def test_streams_that_share_no_softmax_are_refused() -> None:

@@ -64,8 +64,8 @@ def star(rank: int, size: int, spec: LayerSpec) -> float:
     shared = ContextGroup(group, context, keys="placed", prefill="star")
     layer = ContextAttention(shared, Attention(group, sinks=sinks))
     params = layer.layer.params
-    # The second context is so short that the last rank has none of it.
-    parts = [[40, 9] if r == 0 else [37 - r, 0 if r == size - 1 else 5] for r in range(size)]
+    # The second context is so short that the last rank has none of it, and others less than a question.
+    parts = [[40, 9] if r == 0 else [37 - r, 0 if r == size - 1 else 2] for r in range(size)]
     contexts = [attention_inputs(spec, sum(lens), generator) for lens in parts]
     cache = shared.allocate_cache(16)
     table = torch.arange(16, dtype=torch.int32).flip(0).view(2, 8)

@@ -13,6 +13,7 @@ import pytest
 import ranks_others as others
 import torch
 from polyattn import LayerSpec
+from polyattn_context_parallel.merging import _Buffers
 from polyattn_context_parallel.shards import Blocks, Zigzag
 from ranks_others import run_all
 from ranks_worker import Case, spawned
@@ -226,3 +227,11 @@ def test_each_key_and_each_token_is_one_rank_s() -> None:
             assert [whole[place] for place in zigzag.places()] == list(range(sum(queries)))
             pieces = [piece for rank in range(size) for piece in zigzag.pieces(rank)]
             assert sum(last - first for _, first, last in pieces) == sum(queries)
+
+
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_a_step_without_tokens_has_buffers(by_heads: bool) -> None:
+    for size in (1, 2, 3):
+        buffers = _Buffers(torch.zeros(0, 6, 16), 8, 6 // size if by_heads else 6, size)
+        assert buffers.received.shape == (size, buffers.sent.shape[1])
+        assert [tuple(out.shape) for out, _ in buffers.parts] == [tuple(buffers.total.shape)] * size

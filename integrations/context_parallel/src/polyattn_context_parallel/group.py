@@ -219,7 +219,8 @@ class ContextGroup:
                 "placed keys with queries='own' are Star Attention's first phase; "
                 "pass prefill='star' to ContextGroup"
             )
-        batch.check_queries()
+        if self.keys != "placed" or queries == "own" or batch.slot_mapping is not None:
+            batch.check_queries()  # else the new tokens are another rank's
         batch.check_pages(self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:

@@ -90,7 +90,8 @@ class _Buffers:
             return out, row[start:].view(precise).view(tokens, heads)
 
         start = -(-tokens * heads * width * dtype.itemsize // ALIGNED) * ALIGNED
-        length = -(-(start + tokens * heads * precise.itemsize) // ALIGNED) * ALIGNED
+        # A step without tokens has a row, too: without elements its address wouldn't be aligned.
+        length = max(-(-(start + tokens * heads * precise.itemsize) // ALIGNED), 1) * ALIGNED
         # Padding is sent too, so it is written once.
         self.sent = torch.zeros(rows, length, dtype=torch.uint8, device=like.device)
         self.received = torch.zeros(size, length, dtype=torch.uint8, device=like.device)

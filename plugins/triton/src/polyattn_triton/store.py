@@ -48,7 +48,7 @@ def write_kernel(
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
         offs = tl.arange(0, BLOCK)
-        head = offs // D
+        head = (offs // D).to(tl.int64)
         at = offs % D
         x = tl.load(KEY + token * key_t + head * key_h + at, mask=head < HEADS)
         if QUANTIZED:
@@ -56,7 +56,7 @@ def write_kernel(
         to = K + block * k_b + offset * k_t + head * k_h + at
         tl.store(to, x.to(K.dtype.element_ty), mask=head < HEADS)
         if not LATENT:
-            head = offs // DV
+            head = (offs // DV).to(tl.int64)
             at = offs % DV
             y = tl.load(VALUE + token * value_t + head * value_h + at, mask=head < HEADS)
             if QUANTIZED:

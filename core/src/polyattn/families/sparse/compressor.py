@@ -54,6 +54,8 @@ class Entries(NamedTuple):
             int64 (num_entries,); -1 where no group was closed.
 
         """
+        if not block_table.shape[1]:  # no sequence has an entry
+            return torch.full_like(self.ids, -1)
         at = self.ids.clamp(min=0)
         column = (at // block_size).clamp(max=block_table.shape[1] - 1)
         places = block_table[self.seqs, column].long() * block_size + at % block_size

@@ -199,12 +199,13 @@ class Planner(StepPlanner):
         """Plan one step. Raises `BatchError`."""
         spec, assigned = self.group.spec, self.group.cache_format
         assert assigned is not None and spec.sparse is not None
-        if spec.sparse.tokens_per_entry == 1:
-            batch.check_pages(assigned.block_size)
-        elif batch.slot_mapping is not None:
+        per_entry = spec.sparse.tokens_per_entry
+        if per_entry == 1 or not spec.sparse.physical:
+            batch.check_pages(assigned.block_size, per_entry)
+        if per_entry > 1 and batch.slot_mapping is not None:
             raise BatchError(
                 "slot_mapping stores a step's tokens, and an entry of this cache stands for "
-                f"{spec.sparse.tokens_per_entry} of them; leave it out, and store entries by store()"
+                f"{per_entry} of them; leave it out, and store entries by store()"
             )
         if batch.block_table is None and batch.num_tokens:
             raise BatchError(

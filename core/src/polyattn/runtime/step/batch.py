@@ -550,11 +550,12 @@ class Batch:
                     "token, or choose a backend that claims padding_rows"
                 )
 
-    def check_pages(self, block_size: int) -> None:
+    def check_pages(self, block_size: int, tokens_per_entry: int = 1) -> None:
         """Check on the host that each length fits its row of the block table.
 
         Args:
-            block_size: of the cache, in tokens; the batch's slots must come from the same size.
+            block_size: entries of a block of the cache; the batch's slots must come from the same size.
+            tokens_per_entry: tokens that an entry stands for.
 
         Raises:
             BatchError: a row is too short, the sizes differ, or there is no block table.
@@ -572,13 +573,13 @@ class Batch:
                 f"block_size={self.block_size}, with which the batch was made, differs from the cache's "
                 f"{block_size}; pass the cache's block size to Batch.from_lens"
             )
-        width = self.block_table.shape[1]
-        if self.max_seq_len <= width * block_size:
+        width, entries = self.block_table.shape[1], self.max_seq_len // tokens_per_entry
+        if entries <= width * block_size:
             return
         index = self.lens.index(self.max_seq_len)
         raise BatchError(
             f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
-            f"length {self.max_seq_len} needs {-(-self.max_seq_len // block_size)}"
+            f"length {self.max_seq_len} needs {-(-entries // block_size)}"
         )
 
     def tail_slots(self, block_size: int) -> Tensor:

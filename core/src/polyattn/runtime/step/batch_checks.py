@@ -46,7 +46,8 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
     if most < blocks:
         return most + 1
     rows, columns = np.nonzero(numbers >= blocks)
-    queries, lens = np.array(batch.query_lens)[rows], np.array(batch.lens)[rows]
+    per_entry = 1 if spec.sparse is None else spec.sparse.tokens_per_entry
+    queries, lens = np.array(batch.query_lens)[rows], np.array(batch.lens)[rows] // per_entry
     start, kept, near, stop = key_ranges(
         spec, lens - queries, lens - 1, lens, np.minimum, np.maximum
     )

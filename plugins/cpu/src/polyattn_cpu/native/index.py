@@ -40,6 +40,8 @@ class NativeIndex(IndexBackend):
         table = table if table.stride(1) == 1 else table.contiguous()
         weights = None if frame.weights is None else frame.weights.float().contiguous()
         within = None if frame.within is None else frame.within.int()
+        if within is not None and not within.numel():  # which has no address, as if all counted
+            within = torch.full((len(query), 1, 1), -1, dtype=torch.int32)
         if within is not None and within.stride(2) != 1:
             within = within.contiguous()
         steps = (0, 0, 0)

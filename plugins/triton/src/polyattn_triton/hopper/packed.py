@@ -290,7 +290,7 @@ def _attend(
     # Powers of two keep queries inside of float16's range.
     unit = gl.arange(0, UNITS, layout=gl.SliceLayout(1, QUERY))
     head = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(0, QUERY))
-    AT = Q + token * q_t + (kv_head * G + head)[None, :] * q_h
+    AT = Q + token * q_t + (kv_head * G + head).to(gl.int64)[None, :] * q_h
     mine = (head < G)[None, :] & (unit < UNITS)[:, None]
     rows = ()
     most = gl.zeros([UNITS, BLOCK_G], gl.float32, QUERY)
@@ -520,7 +520,7 @@ def packed_kernel(
                 _store(acc, lse, PARTS, PART_LSE, place * D, place,
                        1.0, 1.0, ok, True, FORM)  # fmt: skip
             else:
-                _store(acc, lse, OUT, LSE, token * o_t + heads * o_h,
+                _store(acc, lse, OUT, LSE, token * o_t + heads.to(gl.int64) * o_h,
                        token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, FORM)  # fmt: skip
             barrier()  # the next one's copies go where this one's products read
             at = high
@@ -546,5 +546,5 @@ def packed_kernel(
             place = part * ROWS + head
             _store(acc, lse, PARTS, PART_LSE, place * D, place, 1.0, 1.0, ok, True, FORM)
         else:
-            _store(acc, lse, OUT, LSE, token * o_t + heads * o_h,
+            _store(acc, lse, OUT, LSE, token * o_t + heads.to(gl.int64) * o_h,
                    token * lse_t + heads, v_scale, LN2, ok, HAS_LSE, FORM)  # fmt: skip

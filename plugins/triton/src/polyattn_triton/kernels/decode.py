@@ -92,7 +92,7 @@ def _attend(
     if FEW:
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         row_ok = in_query < query_len
-        q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
+        q_row = (token0 + in_query).to(tl.int64) * q_t + head.to(tl.int64) * q_h
         row_pos = seq_len - query_len + in_query
         first_pos = seq_len - query_len + start // G
         last_row = tl.minimum(start + BLOCK_M, query_len * G) - 1
@@ -100,7 +100,7 @@ def _attend(
     else:
         head = kv_head * G + rows
         row_ok = rows < G
-        q_row = token0.to(tl.int64) * q_t + head * q_h
+        q_row = token0.to(tl.int64) * q_t + head.to(tl.int64) * q_h
         row_pos = seq_len - 1 + rows * 0
         first_pos = seq_len - 1
         last_pos = first_pos
@@ -155,8 +155,8 @@ def _attend(
             Q, TURNS, q_row, row_ok, row_pos, last_pos, q,
             D, SPAN, BLOCK_H, ROPE, CAUSAL, WINDOW, SINK_TOKENS,
         )  # fmt: skip
-    K += kv_head * k_h
-    V += kv_head * v_h
+    K += kv_head.to(tl.int64) * k_h
+    V += kv_head.to(tl.int64) * v_h
     if PAIRS:
         V = V.to(tl.pointer_type(tl.int16))
         v_b = v_b // 2

@@ -146,7 +146,7 @@ def exact_kernel(
     its_low, its_kept, its_near, its_high = keys_seen(
         position, position, position * 0 + length, CAUSAL, WINDOW, CHUNK, SINK_TOKENS
     )
-    ROWS = Q + token.to(tl.int64) * q_t + head * q_h
+    ROWS = Q + token.to(tl.int64) * q_t + head.to(tl.int64) * q_h
     part_of_4 = tl.arange(0, 4)
     columns = tl.arange(0, WIDTH)
     i = tl.arange(0, BLOCK)
@@ -169,7 +169,7 @@ def exact_kernel(
             else:
                 at = (key_start + key).to(tl.int64) * k_t
                 v_at = (key_start + key).to(tl.int64) * v_t
-            KEYS = K + at + kv_head * k_h
+            KEYS = K + at + kv_head.to(tl.int64) * k_h
             sums = tl.zeros((BLOCK_M, BLOCK, 4), tl.float32)
             for d in range(0, D, 4):
                 q = load_tile(ROWS, d + part_of_4, held, D)
@@ -198,7 +198,9 @@ def exact_kernel(
                 place = tl.sum(tl.where(i == j, v_at, 0), 0)
                 has = tl.sum(tl.where(i == j, there.to(tl.int32), 0), 0) > 0
                 v = tl.load(
-                    V + place + kv_head * v_h + columns, mask=(columns < DV) & has, other=0.0
+                    V + place + kv_head.to(tl.int64) * v_h + columns,
+                    mask=(columns < DV) & has,
+                    other=0.0,
                 )
                 total = total + tl.maximum(weight, 0.0)
                 product = weight[:, None] * v[None, :]
@@ -245,6 +247,6 @@ def exact_join_kernel(
         m, l, o = joined(m, l, o, sink, l * 0.0 + 1.0, o * 0.0)
     l = tl.where(blind, 1.0, l)
     out = tl.where(blind[:, None], 0.0, tl.div_rn(o, tl.broadcast_to(l[:, None], o.shape)))
-    store_tile(OUT + token.to(tl.int64) * out_t + head * out_h, out, columns, held, DV)
+    store_tile(OUT + token.to(tl.int64) * out_t + head.to(tl.int64) * out_h, out, columns, held, DV)
     if HAS_LSE:
         tl.store(LSE + token.to(tl.int64) * lse_t + head * lse_h, m + logarithm(l), mask=held)

@@ -52,7 +52,7 @@ def _write_rows(
 ):  # fmt: skip
     """Round a token's heads and write their rows of bytes."""
     block = tl.arange(0, BLOCKS)
-    head = block // (D // BLOCK)
+    head = (block // (D // BLOCK)).to(tl.int64)
     within = block % (D // BLOCK)
     ok = head < HEADS
     at = head * new_h + within * BLOCK

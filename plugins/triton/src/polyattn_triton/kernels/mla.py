@@ -133,7 +133,7 @@ def _attend(
     row = start + tl.arange(0, BLOCK_H)
     row_ok = row < query_len * HEADS
     row_pos = length - query_len + row // HEADS
-    q_row = (token0 + row // HEADS).to(tl.int64) * q_t + row % HEADS * q_h
+    q_row = (token0 + row // HEADS).to(tl.int64) * q_t + (row % HEADS).to(tl.int64) * q_h
     q = load_tile(Q + q_row, offs_r, row_ok, RANK)
     q_rope = load_tile(Q + RANK + q_row, offs_p, row_ok, ROPE)
     if SPARSE:

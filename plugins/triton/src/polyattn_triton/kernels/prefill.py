@@ -219,7 +219,7 @@ def _attend(
         full_high = tl.maximum(tl.minimum(full_high, high_tile), full_low)
 
     offs_d = tl.arange(0, BLOCK_D)
-    q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
+    q_row = (token0 + in_query).to(tl.int64) * q_t + head.to(tl.int64) * q_h
     q = load_tile(Q + q_row, offs_d, row_ok, D)
     # A query that was rotated before is no longer of 8 bits.
     PRODUCTS: tl.constexpr = EIGHT and Q.dtype.element_ty.is_fp8()
@@ -243,8 +243,8 @@ def _attend(
         )  # fmt: skip
         q_kept = (kept.to(q.dtype), kept_second.to(q.dtype), rest)
         q = (own.to(q.dtype), own_second.to(q.dtype), rest)
-    K += kv_head * k_h
-    V += kv_head * v_h
+    K += kv_head.to(tl.int64) * k_h
+    V += kv_head.to(tl.int64) * v_h
     BT += seq.to(tl.int64) * bt_s
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -87,7 +87,7 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     row_ok = rows < count * G
     token = tl.load(ROWS_AT + rows // G, mask=row_ok, other=0).to(tl.int64)
-    q_row = token * q_t + (kv_head * G + rows % G) * q_h
+    q_row = token * q_t + (kv_head * G + rows % G).to(tl.int64) * q_h
     q = load_tile(Q + q_row, offs_d, row_ok, D)
     row_pos = rows
     slope = 0.0
@@ -105,8 +105,8 @@ def _attend(
         unit = power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
         row_scale = scale * unit[:, None]
-    K += kv_head * k_h
-    V += kv_head * v_h
+    K += kv_head.to(tl.int64) * k_h
+    V += kv_head.to(tl.int64) * v_h
     BT += seq.to(tl.int64) * bt_s
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -127,7 +127,7 @@ def _query_tile(
     BIASED: tl.constexpr, NORM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn a token's query heads from `first` on."""
-    heads = first + tl.arange(0, TILE_HEADS)
+    heads = (first + tl.arange(0, TILE_HEADS)).to(tl.int64)
     keep = heads < HEADS
     scale = 1.0
     if SCALED:
@@ -170,7 +170,7 @@ def _key_tile(
     NORM: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn a token's keys from head `first` on, and store them where it has a slot."""
-    heads = first + tl.arange(0, TILE_HEADS)
+    heads = (first + tl.arange(0, TILE_HEADS)).to(tl.int64)
     keep = heads < HEADS
     if NORM > 0:
         over = _over_root(source, BIAS, heads, stride, eps, HEADS, D, DP, TILE_HEADS, BIASED, NORM)
@@ -220,7 +220,7 @@ def _value_tile(
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store a token's values from head `first` on. Only a value with a bias stays beside the cache."""
-    heads = first + tl.arange(0, TILE_HEADS)
+    heads = (first + tl.arange(0, TILE_HEADS)).to(tl.int64)
     keep = heads < HEADS
     v_scale = scale_of(number, V_SCALE, heads[:, None], HEADS, SCALES)
     element = tl.arange(0, DP)[None, :]

@@ -21,7 +21,7 @@ def write_rows_kernel(
 ):  # fmt: skip
     """Store a token's key and value of one head at its slot. Grid: (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     slot = tl.load(SLOTS + token)
     if slot >= 0:
         block = slot // BLOCK_SIZE

@@ -101,7 +101,7 @@ def finish(
     out = acc * (v_scale / safe)[:, None]
     if OUT.dtype.element_ty.is_fp8():
         out = tl.where(out > 448.0, 448.0, tl.where(out < -448.0, -448.0, out))  # NaN stays NaN
-    store_tile(OUT + (token * o_t + head * o_h), out, offs_dv, row_ok, DV)
+    store_tile(OUT + (token * o_t + head.to(tl.int64) * o_h), out, offs_dv, row_ok, DV)
     if HAS_LSE:
         lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe)) * LN2)
         tl.store(LSE + token * lse_t + head, lse, mask=row_ok & first)

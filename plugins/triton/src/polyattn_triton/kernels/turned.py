@@ -24,7 +24,7 @@ def turn_kernel(
     row = tl.program_id(0) * N + tl.arange(0, N)
     col = tl.arange(0, BLOCK)
     there = (row < count)[:, None]
-    FROM = ROWS + (row // H).to(tl.int64) * r_t + row % H * r_h
+    FROM = ROWS + (row // H).to(tl.int64) * r_t + (row % H).to(tl.int64) * r_h
     acc = tl.zeros((N, BLOCK), tl.float32)
     for first in range(0, SIZE, PART):
         part = first + tl.arange(0, PART)
@@ -33,6 +33,6 @@ def turn_kernel(
         mask = inside[:, None] & (col < SIZE)[None, :]
         matrix = tl.load(MATRIX + part[:, None] * SIZE + col[None, :], mask=mask, other=0.0)
         acc = tl.dot(rows.to(tl.float32), matrix, acc, input_precision="ieee")
-    TO = OUT + (row // H).to(tl.int64) * o_t + row % H * o_h
+    TO = OUT + (row // H).to(tl.int64) * o_t + (row % H).to(tl.int64) * o_h
     mask = there & (col < SIZE)[None, :]
     tl.store(TO[:, None] + col[None, :], acc.to(OUT.dtype.element_ty), mask=mask)

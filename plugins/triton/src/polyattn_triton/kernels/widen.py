@@ -20,7 +20,7 @@ def widen_kernel(
     `READ_K`, `READ_V`: how rows of bytes are read (`functions.rows`).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     held = row < count
     seq = tl.zeros([ROWS], tl.int32)  # the last whose first token isn't beyond
     beyond = seq + seqs
