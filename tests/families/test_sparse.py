@@ -137,6 +137,21 @@ def test_a_step_in_pieces_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(step.check("in pieces: ", plan), whole)
 
 
+@pytest.mark.parametrize(("backend", "plans"), [("TORCH_SDPA", 1234), ("NATIVE_ATTN", 1123)])
+def test_layers_whose_rows_are_as_long_share_a_plan(
+    backend: str, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step's layers each brings its own choice: NATIVE_ATTN plans where lengths differ alone."""
+    step = workload(LayerGroup(select(MSA, "cpu", backend=backend)), [(1, 70), (1, 90)], 4)
+    loaded, made = step.plan.planner.backend, []
+    plan = loaded.plan
+    monkeypatch.setattr(loaded, "plan", lambda batch: made.append(batch) or plan(batch))
+    first = torch.tensor([[[0, 2, 1]] * 2] * 2).int()
+    for choice, planned in zip((first, first + 1, first[..., :2], first), str(plans), strict=True):
+        step.but(choice=choice.contiguous()).check(f"{choice.tolist()}: ", step.plan)
+        assert len(made) == int(planned)
+
+
 @pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])
 @pytest.mark.parametrize("granularity", [1, 4])
 def test_a_choice_of_any_width(granularity: int, backend: str) -> None:

@@ -152,6 +152,10 @@ class AttentionBackend(Backend, ABC):
 
     """
 
+    plans_by_lengths: ClassVar[bool] = False
+    """Whether `plan` reads no block table, only `run` does. The layers of a sparse step then share a plan
+    where their rows are as long, whatever pages they choose."""
+
     def spec_of(self, batch: Batch) -> LayerSpec:
         """Return the spec that one call computes: the layer's, or without its causal mask over context.
 

@@ -33,7 +33,8 @@ class Piece(Op):
     """Some of a step's tokens: decodes of each token, or of each KV head, over chosen keys.
 
     `table`, `lens`: the rows' block tables and lengths, which each call writes. `call` is None where the
-    host reads the lengths and plans at each call.
+    host reads the lengths and plans at each call, or where they differ from those of the call before:
+    `AttentionBackend.plans_by_lengths`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Piece(Op):
     ):
         self.planner, self.batch, self.rows = planner, batch, rows
         self.table, self.lens, self.call = table, lens, call
+        self.last: tuple[list[int], Call] | None = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -87,8 +89,17 @@ class Piece(Op):
         )
         if not planner.backend.page(chosen):
             self.page(chosen)
-        call = self.call or planner.call_of(planner.batch_of(self, self.lens.tolist()))
-        return self.called(call, frame, view)
+        return self.called(self.call or self.planned(self.lens.tolist()), frame, view)
+
+    def planned(self, lens: list[int]) -> Call:
+        """Return the call for rows of these lengths."""
+        planner = self.planner
+        assert isinstance(planner.backend, AttentionBackend)
+        if self.last and planner.backend.plans_by_lengths and self.last[0] == lens:
+            return self.last[1]
+        call = planner.call_of(planner.batch_of(self, lens))
+        self.last = lens, call
+        return call
 
     def page(self, chosen: ChosenPages) -> None:
         """Write the rows' block tables and lengths by torch's operators."""

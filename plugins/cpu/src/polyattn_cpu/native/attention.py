@@ -249,6 +249,7 @@ class NativeAttention(AttentionBackend):
     """Decodes, short rows and prefills together. The same bits for any threads, in any batch."""
 
     name: ClassVar[str] = "NATIVE_ATTN"
+    plans_by_lengths: ClassVar[bool] = True
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
