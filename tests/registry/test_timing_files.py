@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from polyattn import Device, LayerSpec, settings
+from polyattn import Device, LatentSpec, LayerSpec, settings
 from polyattn.errors import SettingsError
 from polyattn.registry.discovery import refresh
-from polyattn.registry.timings import Timings, read_table, timings
+from polyattn.registry.timings import HEADS, Timings, read_table, timings
 from polyattn.spec.timing import KINDS, TERMS
 
 
@@ -132,3 +132,28 @@ def test_a_layer_of_a_class_that_no_table_has(tmp_path: Path) -> None:
     assert found("X", kv_cache_dtype="int8") == "X64" and not found("X", dtype="float32")
     assert not found("X", batch_invariant="steps", head_size=64)
     assert not found("X", "sm_80", platform="cpu") and not found("other", "sm_100")
+
+
+def test_latents_are_judged_by_as_many_heads(tmp_path: Path) -> None:
+    """Up to 32 heads, up to 64 and more run other kernels. A model without heads is of any number."""
+    layer = {"kind": "mla", "dtype": "bfloat16", "stored": "bfloat16", "head_size": 192}
+    layer |= {"v_head_size": 128}
+    models = [
+        *(MODEL | {"backend": f"UP_TO_{n}", "layer": layer | {"heads": n}} for n in HEADS),
+        MODEL | {"backend": "DRAFTS", "kind": "short", "layer": layer},
+    ]
+    device = {"platform": "cuda", "arch": "sm_90", "name": "X"}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(table(device=device, models=models, versions={})))
+    tables = Timings((read_table(path),))
+
+    def found(heads: int, name: str = "X", **changes: object) -> set[str]:
+        latent = LatentSpec(rank=512, rope_head_size=64)
+        spec = LayerSpec(
+            kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent
+        ).replace(**changes)
+        return {m.backend for m in tables.models(spec, Device("cuda", "sm_90", name))}
+
+    for heads, most in ((16, 32), (32, 32), (33, 64), (64, 64), (65, 128), (256, 128)):
+        assert found(heads) == found(heads, "another chip") == {f"UP_TO_{most}", "DRAFTS"}
+        assert found(heads, dtype="float16") == {f"UP_TO_{most}", "DRAFTS"}

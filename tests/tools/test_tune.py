@@ -326,7 +326,7 @@ def test_launches_by_run_are_told_from_launches_by_call() -> None:
 def test_a_fit_finds_how_latents_are_dealt_out(deal: str, tmp_path: Path) -> None:
     truth, source, made = (20.0, 8.0, 6e-8, 1e-4, 3e-9, 1e-6), random.Random(6), []
     latent = LatentSpec(rank=512, rope_head_size=64)
-    for heads in (16, 32, 128):
+    for heads in (72, 96, 128):
         spec = LayerSpec(kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent)
         model = TimingModel("A", "decode", truth, deal=deal, processors=132)
         among = Predictor(spec, [model]).among("decode", ["A"])

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -44,7 +44,7 @@ class Entry:
     stale: str = ""
 
     def speaks_of(self, spec: LayerSpec) -> bool:
-        """Whether the model is for layers of this one's class, with any number of heads."""
+        """Whether the model is for layers of this one's class."""
         theirs = layer_class(spec)
         return all(theirs.get(name) == value for name, value in self.layer)
 
@@ -72,10 +72,7 @@ class TimingTable:
         """
         if not self.is_for(device):
             return ()
-        entries = [e for e in self._fresh(device) if e.speaks_of(spec)]
-        # Where a backend was measured at the layer's level, or with its cap, that counts.
-        entries.sort(key=lambda e: len(e.layer))
-        return tuple({(e.model.backend, e.model.kind): e.model for e in entries}.values())
+        return _closest(e for e in self._fresh(device) if e.speaks_of(spec))
 
     def near(self, spec: LayerSpec, device: Device) -> tuple[float, tuple[TimingModel, ...]]:
         """Return the class next to `spec`, of a chip of this architecture: how far it is, and its models.
@@ -91,9 +88,10 @@ class TimingTable:
         far = {e.layer: distance(dict(e.layer), mine) for e in plain}
         nearest = min(far, key=far.__getitem__, default=())
         source = (
-            f"{self.path} ({self.device}, the nearest measured layers: {_words(dict(nearest))})"
+            f"{self.path} ({self.device}, the nearest measured layers: {in_words(dict(nearest))})"
         )
-        models = tuple(replace(e.model, source=source) for e in plain if e.layer == nearest)
+        models = _closest(e for e in plain if all(item in nearest for item in e.layer))
+        models = tuple(replace(model, source=source) for model in models)
         return far.get(nearest, math.inf) + (0 if self.is_for(device) else OTHER_CHIP), models
 
     def _fresh(self, device: Device) -> list[Entry]:
@@ -109,6 +107,15 @@ class TimingTable:
                 stale.setdefault(entry.stale, set()).add(entry.model.backend)
         reasons = [f"{', '.join(sorted(names))}: {why}; {REMEDY}" for why, names in stale.items()]
         return [f"timing table {self.path}: ignored: {r}" for r in (*self.problems, *reasons)]
+
+
+def _closest(entries: Iterable[Entry]) -> tuple[TimingModel, ...]:
+    """Return a model of each backend and kind: the one whose layers are told apart by most fields.
+
+    So where a backend was measured at the layer's level, with its cap, or with its heads, that counts.
+    """
+    some = sorted(entries, key=lambda e: len(e.layer))
+    return tuple({(e.model.backend, e.model.kind): e.model for e in some}.values())
 
 
 @dataclass(frozen=True)
@@ -163,11 +170,14 @@ def _measurable(spec: LayerSpec) -> bool:
 def layer_class(spec: LayerSpec) -> dict[str, Any]:
     """Return what a model's layers have in common; for `batch_invariant`, the spec's level.
 
-    It includes whether logits have a cap or sinks, which the otherwise fastest kernels lack.
+    It includes whether logits have a cap or sinks, which the otherwise fastest kernels lack. Over latents
+    it includes the least of `HEADS` that holds the layer's, by which backends choose their kernels.
     """
     level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
+    most = next((most for most in HEADS if spec.num_heads <= most), HEADS[-1])
     return (
         level
+        | ({"heads": most} if spec.latent is not None else {})
         | {name: True for name in FEATURES if getattr(spec, name)}
         | {
             "kind": spec.kind.value,
@@ -179,11 +189,12 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
     )
 
 
-def _words(layer: Mapping[str, Any]) -> str:
+def in_words(layer: Mapping[str, Any]) -> str:
     """Return a class in words."""
     features = "".join(f", {name}" for name in FEATURES if layer.get(name))
     stored, size = layer.get("stored"), layer.get("head_size")
-    return f"{layer.get('dtype')} over {stored}, heads of {size}{features}"
+    many = f"up to {layer['heads']} " if "heads" in layer else ""
+    return f"{layer.get('dtype')} over {stored}, {many}heads of {size}{features}"
 
 
 def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
@@ -196,7 +207,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
     if asked["kind"] != theirs["kind"] or mine is None or mine != other:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
-    others = [0.25 for n in ("dtype", "stored") if asked[n] != theirs[n]]
+    others = [0.25 for n in ("dtype", "stored", "heads") if asked.get(n) != theirs.get(n)]
     others += [0.25 for name in FEATURES if (name in measured) != (name in asked)]
     return sum(sizes + others)
 
@@ -351,7 +362,9 @@ def _model(
 
 LEVEL = "batch_invariant"
 FEATURES = ("logit_soft_cap", "learned_sinks")
-_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", LEVEL, *FEATURES}
+HEADS = (32, 64, 128)
+"""Of latents: what fits on its side in a tile, in one tile, and in several."""
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", "heads", LEVEL, *FEATURES}
 
 
 def _stale(versions: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
-from polyattn.registry.timings import MEASURED, default_path
+from polyattn.registry.timings import MEASURED, default_path, in_words
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -160,10 +160,13 @@ def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> 
 def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     columns = {
         "backend": "{backend}", "kind": "{kind}",
-        "layers": "{layer[dtype]} over {layer[stored]}, heads of {layer[head_size]}",
+        "layers": "{layers}",
         ">points": "{points}", ">error": "{error:.1%}", "form": "{form}",
     }  # fmt: skip
-    print_rows(columns, ({**row, "form": _form(row)} for row in report["models"]))
+    models = report["models"]
+    print_rows(
+        columns, ({**row, "form": _form(row), "layers": in_words(row["layer"])} for row in models)
+    )
     say("\nSteps that the coefficients were not fitted to:")
     columns = {
         "kind": "{kind}", ">steps": "{steps}", ">chosen / best": "{over_best:.3f}", ">p95": "{p95:.2f}",
