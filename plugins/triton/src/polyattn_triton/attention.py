@@ -42,7 +42,7 @@ from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.turned import turn_kernel
-from polyattn_triton.launch import Launcher, Site, compiling_only, load, power
+from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, load, power
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -578,5 +578,5 @@ def _site(
         kernel,
         (*q[:2], *kept, *out[:2]),
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages} | UNFUSED,
     )

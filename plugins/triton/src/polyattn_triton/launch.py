@@ -48,6 +48,10 @@ def power(size: int) -> int:
     return int(triton.next_power_of_2(max(16, size)))
 
 
+UNFUSED = {"enable_fp_fusion": False}
+"""Launch options of softmaxes whose logits are compared and subtracted as rounded products. The largest
+less itself is 0. Fused, the difference is off by half a unit in the last place, which is an exponent of
+128 where logits are above 1.5e9: infinite, or no weight at all."""
 MERGED_AT_ONCE = 8192
 """Elements of the parts' outputs that a program merging them keeps in registers."""
 MOST_AT_ONCE = 16
