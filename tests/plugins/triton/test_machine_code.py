@@ -79,3 +79,13 @@ def test_the_largest_logit_less_itself_is_zero(phase: str, own: bool) -> None:
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128)
     made = exponents(compile_phase(spec, "sm_90", phase, own=own).asm["ptx"])
     assert "sub" in made and "fma" not in made
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("sm_80", "ptx"), ("sm_90", "ptx"), ("gfx942", "amdgcn")]
+)
+def test_float32_decodes_by_nvidias_tensor_cores(arch: str, kind: str) -> None:
+    """Else the arithmetic units multiply all 16 rows of a tile for a group of four heads."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="float32")
+    text = compile_phase(spec, arch, "decode").asm[kind]
+    assert ("mma.sync" in text and "tf32" in text) == arch.startswith("sm_")

@@ -71,6 +71,7 @@ TABLE: tuple[Row, ...] = (
     Row("sm_80+", "prefill", 256, 2, Config(64, 32, 4, 2)),
     Row("sm_80+", "decode", 128, 2, Config(16, 64, 4, 2)),
     Row("sm_80+", "decode", 256, 2, Config(16, 32, 4, 2)),
+    Row("sm_80+", "decode", 128, 4, Config(16, 32, 4, 2)),
     Row("sm_80+", "prefill", 512, 2, Config(32, 16, 8, 2)),
     Row("sm_80+", "decode", 512, 2, Config(16, 16, 4, 2)),
     Row("sm_80+", "prefill", 1024, 2, Config(16, 16, 8, 1)),
