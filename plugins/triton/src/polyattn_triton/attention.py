@@ -337,7 +337,10 @@ class TritonAttention(AlikeAttention):
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
             NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
-        return _site(prefill_kernel, strides, constants, config, packed)
+        site = _site(prefill_kernel, strides, constants, config, packed)
+        if self.spec.logit_soft_cap is None:  # capped logits are small
+            site.options |= UNFUSED
+        return site
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return the portable prefill's one launch over packed tensors of these strides.
@@ -578,5 +581,5 @@ def _site(
         kernel,
         (*q[:2], *kept, *out[:2]),
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages} | UNFUSED,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )

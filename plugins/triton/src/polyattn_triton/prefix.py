@@ -13,7 +13,6 @@ from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.launch import (
-    UNFUSED,
     Kept,
     Site,
     Workspace,
@@ -178,7 +177,7 @@ class PrefixLauncher:
                 prefix_kernel,
                 (*step.query.stride()[:2], *key[:3], *value[:3]),
                 constants,
-                {"num_warps": config.num_warps, "num_stages": config.num_stages} | UNFUSED,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
         scale, _, soft_cap = step.factors
         slopes = self._none if params.alibi_slopes is None else params.alibi_slopes

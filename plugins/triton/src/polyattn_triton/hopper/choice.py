@@ -21,7 +21,7 @@ from polyattn_triton import launch
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.hopper.widening import is_exact, widening
-from polyattn_triton.launch import UNFUSED, Site
+from polyattn_triton.launch import Site
 from polyattn_triton.schedule import EVEN, Ints, fullest
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class HopperPrefill:
                     spec, self.config, self.pipes[split], block_size, split, lse is not None,
                     NOTHING if self.generated is None else self.generated.constants,
                 ),
-                {"num_warps": DEFAULT_WARPS} | UNFUSED,
+                {"num_warps": DEFAULT_WARPS},
             )  # fmt: skip
         tiles, heads, _ = plan.grid
         # Dealt out beforehand where all heads go at once, else by the device: each few heads' tiles

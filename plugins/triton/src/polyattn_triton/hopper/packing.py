@@ -13,7 +13,7 @@ from polyattn.kernel import CacheFormat, LayerSpec, arch_matches
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import is_plain
-from polyattn_triton.launch import UNFUSED, Site
+from polyattn_triton.launch import Site
 from polyattn_triton.variants import SCALES
 
 try:
@@ -106,7 +106,7 @@ def packed_constants(
 def packed_options(config: Config) -> dict[str, int]:
     """Return a launch's options."""
     limit = {} if config == EIGHT else {"maxnreg": REGISTERS}
-    return {"num_warps": config.num_warps, **limit, **UNFUSED}
+    return {"num_warps": config.num_warps, **limit}
 
 
 def packed_site(
