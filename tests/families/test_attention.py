@@ -7,21 +7,27 @@ from typing import Any
 import polyattn
 import pytest
 import torch
+from devices import everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyattn import (
     AttentionState,
     Batch,
+    LayerGroup,
     LayerSpec,
     discover,
     merge_states,
     resolve_device,
+    select,
 )
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SpecError
 from polyattn.families.attention import reference
 from polyattn.registry.capabilities import SERVICES
 from polyattn.spec.kinds import AttentionKind
+from polyattn.workload.base import workload
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 DEVICE = resolve_device("cpu")
 # FLEX_ATTENTION compiles for ten seconds a layer: the conformance kit has it, with fewer cases.
@@ -181,3 +187,21 @@ def test_a_sink_is_no_key() -> None:
     )  # fmt: skip
     assert bool((lse[:4] == -torch.inf).all()) and bool(lse[4:].isfinite().all())
     assert bool((out[:4] == 0).all()) and bool((out[4:] != 0).any(-1).all())
+
+
+@everywhere("NATIVE_ATTN TORCH_SDPA", "TRITON_ATTN TORCH_SDPA")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("lengths", [[(1, 300), (1, 1000)], [(3, 300)], [(300, 300), (90, 700)]])
+def test_huge_logits_leave_one_key(
+    device: str, backend: str, dtype: str, lengths: list[tuple[int, int]]
+) -> None:
+    """Of logits near 10^9 one is larger than all others by far more than float32 rounds."""
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128, dtype=dtype)
+    work: Any = workload(LayerGroup(select(spec, device, backend=backend)), lengths)
+    raised = (1e9 / spec.scale / spec.head_size) ** 0.5
+    for tensor in (work.query, work.key, work.cache.key):
+        tensor *= raised if dtype != "float16" else 3e3
+    work.expected = reference.forward(
+        spec, work.query, None, None, work.held, work.batch, work.layer.params
+    )
+    assert output_error(work.run(), work.expected[0]) <= tolerance_of(spec).output

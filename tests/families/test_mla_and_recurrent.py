@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import everywhere
 from kits import conforms
 from polyattn import (
     Attention,
@@ -34,6 +35,7 @@ from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.tools.replay.check import Checker
+from polyattn.workload.base import workload
 from polyattn.workload.compare import output_error
 from tools.commands import here
 
@@ -420,3 +422,18 @@ def test_a_choice_of_latents_is_verified_by_what_its_ids_name(changes: dict[str,
     expected, _ = reference_latent.forward(spec, query, cache, batch, weights, choice=choice)
     assert output_error(expected, wanted) < 1e-12
     assert output_error(out, wanted) < 1e-5
+
+
+@everywhere("TORCH_MLA", "TRITON_MLA")
+def test_prompts_outside_of_graphs_have_the_plans_of_prompts(device: str, backend: str) -> None:
+    """An engine runs a captured layer's prompts by exact lengths: keys are made of latents."""
+    heads = {"num_heads": 16, "head_size": 192, "v_head_size": 128}
+    spec = MLA.replace(
+        dtype="bfloat16", latent=LatentSpec(rank=512, rope_head_size=64), **heads,
+        graph_capture="none" if device == "cpu" else "any",
+    )  # fmt: skip
+    group = LayerGroup(select(spec, device, backend=f"decode={backend}"))
+    for lengths in ([(1, 40), (1, 90), (70, 200), (130, 130)], [(9, 9)]):
+        work = workload(group, lengths)
+        work.check()
+        assert any(isinstance(op, mla_planning.Expanded) for op in work.plan.ops)

@@ -7,6 +7,7 @@ from typing import Any
 import polyattn
 import pytest
 import torch
+from devices import DEVICES
 from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
@@ -230,13 +231,15 @@ def test_what_only_stands_for_tensors_is_named_by_a_layer() -> None:
         call(torch.empty(query.shape))
 
 
-def test_tangents_of_forward_mode_are_refused() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_tangents_of_forward_mode_are_refused(device: str) -> None:
+    query, key = Q.to(device), K.to(device)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(Q, torch.ones_like(Q))
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
         for _ in range(2):  # the second call finds a bound one
             with pytest.raises(BatchError, match="query carries a tangent .*; pass"):
-                polyattn.attention(dual, K, K)
-            polyattn.attention(Q, K, K)
+                polyattn.attention(dual, key, key)
+            polyattn.attention(query, key, key)
 
 
 @pytest.mark.parametrize(

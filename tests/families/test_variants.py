@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from defined_flex import without_compiler
+from devices import everywhere
 from polyattn import (
     Attention,
     AttentionVariant,
@@ -41,6 +42,12 @@ def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -
     return 1.5 * torch.tanh(score / 1.5)
 
 
+def clamped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    kept = torch.clamp(torch.where(kv_idx % 3 == 1, torch.nan, score), -1.0, 1.0)
+    least = torch.minimum(torch.maximum(kept, score), score)
+    return torch.where(kept == kept, kept, torch.where(least == least, score, -score))
+
+
 def tempered(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, temperature: Tensor
 ) -> Tensor:
@@ -59,6 +66,7 @@ def striped(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 VARIANTS = (
     AttentionVariant(name="capped", score_mod=capped),
+    AttentionVariant(name="clamped", score_mod=clamped),
     AttentionVariant(
         name="tempered", score_mod=tempered, inputs={"temperature": "float32[num_heads]"}
     ),
@@ -88,20 +96,21 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def run(
     spec: LayerSpec, backend: str, lens: tuple[list[int], list[int]] = LENS,
     inputs: dict[str, Any] | None = None, step: dict[str, Any] | None = None, mask: Any = None,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the backend's output and the reference's."""
     generator = torch.Generator().manual_seed(1)
-    group = LayerGroup(select(spec, backend=backend, verify=False))
+    group = LayerGroup(select(spec, device, backend=backend, verify=False))
     layer = Attention(group, inputs=inputs, checks=True)
     query_lens, seq_lens = lens
     size, width = 16, 3
     table = torch.randperm(width * len(seq_lens), generator=generator).int()
-    table = table.view(len(seq_lens), width)
+    table = table.view(len(seq_lens), width).to(device)
     cache = group.allocate_cache(table.numel())
     fill(cache, generator)
     batch = Batch.from_lens(query_lens, seq_lens, table, size, inputs=step, mask=mask)
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    tokens = [torch.randn(batch.num_tokens, n, 32, generator=generator) for n in heads]
+    tokens = [torch.randn(batch.num_tokens, n, 32, generator=generator).to(device) for n in heads]
     with torch.no_grad():
         out = layer(*tokens, cache, batch)
     assert isinstance(out, Tensor)
@@ -143,6 +152,13 @@ def test_functions_over_pages(backend: str) -> None:
         out, expected = run(BASE.replace(variant=name), backend, inputs=layer, step=step)
         assert_right(out, expected)
         assert not torch.allclose(out, plain, atol=1e-3), f"{name} changes nothing"
+
+
+@everywhere("TORCH_SDPA", "TORCH_SDPA TRITON_ATTN")
+def test_a_function_keeps_nan_through_minimum_maximum_and_clamp(device: str, backend: str) -> None:
+    """As torch's do; a GPU's own instructions drop it."""
+    out, expected = run(BASE.replace(variant="clamped"), backend, device=device)
+    assert_right(out, expected)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import everywhere
 from polyattn import (
     Attention,
     AttentionState,
@@ -403,34 +404,36 @@ def test_slots_of_32_bits_are_widened() -> None:
         Batch.on_buffers([0, 3], [3], starts, lens, table, slots)
 
 
-def apart(numbers: list[int], dtype: torch.dtype) -> torch.Tensor:
+def apart(numbers: list[int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
     """A column of an engine's table of metadata: its numbers don't lie side by side."""
-    return torch.tensor([numbers, [0] * len(numbers)], dtype=dtype).T.contiguous()[:, 0]
+    table = torch.tensor([numbers, [0] * len(numbers)], dtype=dtype, device=device)
+    return table.T.contiguous()[:, 0]
 
 
-@pytest.mark.parametrize("store", ["NATIVE_STORE", "TORCH_STORE"])
-def test_metadata_that_lies_apart_is_read_as_it_is(store: str) -> None:
+@everywhere("NATIVE_STORE TORCH_STORE", "TRITON_STORE TORCH_STORE")
+def test_metadata_that_lies_apart_is_read_as_it_is(device: str, backend: str) -> None:
     spec = LayerSpec(num_heads=2, head_size=32, dtype="float32", block_size=16)
-    layer = Attention(LayerGroup(select(spec, backend=f"store={store}")))
+    layer = Attention(LayerGroup(select(spec, device, backend=f"store={backend}")))
     starts, lens, slots = [0, 5, 6], [5, 20], [48, 49, 50, 51, 52, 83]
-    table = torch.tensor([[3, 1], [2, 5]], dtype=torch.int32)
-    query, key, value = torch.randn(3, 6, 2, 32)
+    table = torch.tensor([[3, 1], [2, 5]], dtype=torch.int32, device=device)
+    query, key, value = torch.randn(3, 6, 2, 32, device=device)
     caches = [layer.group.allocate_cache(8) for _ in range(3)]
     for cache in caches:
         cache.key.zero_()
         cache.value.zero_()
-    usual = Batch(starts, lens, table, torch.tensor(slots))
-    columns = apart(starts, torch.int32), apart(lens, torch.int32), table, apart(slots, torch.int64)
-    batch = Batch(*columns)
+    usual = Batch(starts, lens, table, torch.tensor(slots, device=device))
+    offsets, lengths = (apart(numbers, torch.int32, device) for numbers in (starts, lens))
+    column = apart(slots, torch.int64, device)
+    batch = Batch(offsets, lengths, table, column)
     outs = [
         layer(query, key, value, cache, layer.plan(each))
         for cache, each in zip(caches, (usual, batch), strict=False)
     ]
     assert torch.equal(*outs)
-    layer.store(key, value, caches[2], columns[3])
+    layer.store(key, value, caches[2], column)
     assert all(torch.equal(cache.key, caches[0].key) for cache in caches)
     # Kernels on a device find these by address, too.
-    states = Batch([0, 1, 2], [1, 1], state_slots=apart([1, 0], torch.int64))
+    states = Batch([0, 1, 2], [1, 1], state_slots=apart([1, 0], torch.int64, device))
     for tensor in (batch.seq_lens, batch.query_start_loc, batch.slot_mapping, states.state_slots):
         assert tensor is not None and tensor.is_contiguous()
 

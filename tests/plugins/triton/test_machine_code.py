@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -60,3 +61,28 @@ def test_narrow_values_of_eight_bits_are_read_where_they_lie(
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 128, "v_head_size": 32}
     spec = LayerSpec(**sizes, dtype="bfloat16", **fields)
     assert compile_phase(spec, "sm_90", phase).asm["cubin"]
+
+
+def exponents(ptx: str) -> set[str]:
+    """Return which instructions make what a kernel takes a power of two of."""
+    results = re.findall(r"^\s*([a-z][\w.]*)\s+(%\w+),", ptx, re.M)
+    made = {register: name for name, register in results}
+    return {made.get(each, "")[:3] for each in re.findall(r"ex2\.approx\S*\s+%\w+, (%\w+);", ptx)}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "paged pieces"])
+def test_the_largest_logit_less_itself_is_zero(phase: str) -> None:
+    """A fused product and difference is off by half a unit in the product's last place."""
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128)
+    made = exponents(compile_phase(spec, "sm_90", phase).asm["ptx"])
+    assert "sub" in made and "fma" not in made
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("sm_80", "ptx"), ("sm_90", "ptx"), ("gfx942", "amdgcn")]
+)
+def test_float32_decodes_by_nvidias_tensor_cores(arch: str, kind: str) -> None:
+    """Else the arithmetic units multiply all 16 rows of a tile for a group of four heads."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="float32")
+    text = compile_phase(spec, arch, "decode").asm[kind]
+    assert ("mma.sync" in text and "tf32" in text) == arch.startswith("sm_")

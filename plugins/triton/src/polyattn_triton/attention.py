@@ -42,7 +42,7 @@ from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.turned import turn_kernel
-from polyattn_triton.launch import Launcher, Site, compiling_only, load, power
+from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, load, power
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -337,7 +337,10 @@ class TritonAttention(AlikeAttention):
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
             NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
-        return _site(prefill_kernel, strides, constants, config, packed)
+        site = _site(prefill_kernel, strides, constants, config, packed)
+        if self.spec.logit_soft_cap is None:  # capped logits are small
+            site.options |= UNFUSED
+        return site
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return the portable prefill's one launch over packed tensors of these strides.

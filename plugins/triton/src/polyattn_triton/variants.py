@@ -142,6 +142,16 @@ def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
     return not changed and any(arch_matches(pattern, arch) for pattern in EIGHT_BITS)
 
 
+def precision(spec: LayerSpec, arch: str) -> str:
+    """Return how products of float32 are made, as Triton names it.
+
+    On NVIDIA's tensor cores three products of tf32 stand for one. The arithmetic units would compute all
+    rows of a tile, of which a group's heads are few.
+    """
+    tensor_cores = spec.dtype == "float32" and arch_matches("sm_80+", arch)
+    return "tf32x3" if tensor_cores else "ieee"
+
+
 LISTED_AT_ONCE = 8192
 """Pairs of rows and keys that a program that lists key tiles looks at in one go."""
 
@@ -178,7 +188,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, tiled(way), way == "few", SCALES[spec.scales],
-        *rope_constants(spec, turns_at), *read, long,
+        *rope_constants(spec, turns_at), *read, long, precision(spec, arch),
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, SINGLE: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr,
-    ROWS_WAY: tl.constexpr,
+    ROWS_WAY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
 
@@ -214,14 +214,14 @@ def _attend(
             cos, sin = turn_by(at, turn_high, turn_low)
             a, b = turned(a, b, cos[None, :], sin[None, :])
             k, k_second = turned(k.to(tl.float32), k_second.to(tl.float32), place_cos, place_sin)
-            s = tl.dot(a.to(q.dtype), tl.trans(k.to(q.dtype)), input_precision="ieee")
-            s = tl.dot(b.to(q.dtype), tl.trans(k_second.to(q.dtype)), s, input_precision="ieee")
+            s = tl.dot(a.to(q.dtype), tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+            s = tl.dot(b.to(q.dtype), tl.trans(k_second.to(q.dtype)), s, input_precision=PRECISION)
             if SPAN < D:
-                s = tl.dot(rest, tl.trans(k_rest.to(q.dtype)), s, input_precision="ieee")
+                s = tl.dot(rest, tl.trans(k_rest.to(q.dtype)), s, input_precision=PRECISION)
         else:
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
             if K_APART:
-                s = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), s, input_precision="ieee")
+                s = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), s, input_precision=PRECISION)
         s = logits(
             s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
             True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
@@ -230,9 +230,9 @@ def _attend(
             own_tile = (key_pos < SINK_TOKENS) == of_kept
             s = tl.where(own_tile[None, :], s, 0.0 if WAY == 2 else float("-inf"))
         if WAY == 2:  # the weights themselves
-            acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+            acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
             if V_APART:
-                odd = tl.dot(s.to(q.dtype), v_odd.to(q.dtype), odd, input_precision="ieee")
+                odd = tl.dot(s.to(q.dtype), v_odd.to(q.dtype), odd, input_precision=PRECISION)
         else:
             m_new = tl.maximum(m, tl.max(s, 1))
             base = m_new
@@ -242,10 +242,15 @@ def _attend(
             alpha = tl.exp2(m - base)
             p = tl.exp2(s - (base - RAISED)[:, None])
             sums = sums * alpha[:, None] + p
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+            acc = tl.dot(
+                p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION
+            )
             if PAIRS or V_APART:
                 odd = tl.dot(
-                    p.to(q.dtype), v_odd.to(q.dtype), odd * alpha[:, None], input_precision="ieee"
+                    p.to(q.dtype),
+                    v_odd.to(q.dtype),
+                    odd * alpha[:, None],
+                    input_precision=PRECISION,
                 )
             m = m_new
     if PAIRS or V_APART:
@@ -273,7 +278,7 @@ def decode_kernel(
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
     FEW: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -283,6 +288,7 @@ def decode_kernel(
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
     `LONG`: pieces are of as many times the keys as `times_longer` says; 0: as WORK says.
+    `PRECISION`: of products of float32.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
@@ -312,6 +318,7 @@ def decode_kernel(
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
                 ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
+                PRECISION,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -346,7 +353,7 @@ def decode_kernel(
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
-            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY,
+            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32, READ_K, READ_V, ROWS_WAY, PRECISION,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows
