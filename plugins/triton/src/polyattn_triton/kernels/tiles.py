@@ -255,6 +255,8 @@ def part_at(part, kv_head, programs):
 
 
 @triton.jit
-def times_longer(seq_len, LONG: tl.constexpr):
-    """How many times as long a long sequence's pieces are (`alike.times_longer`)."""
-    return 1 + (seq_len >= LONG).to(tl.int32) + 2 * (seq_len >= 2 * LONG).to(tl.int32)
+def halves_of(seq_len, LONG: tl.constexpr, TALL: tl.constexpr):
+    """How many halves of a usual piece a sequence's pieces have (`alike.halves_of`)."""
+    EACH: tl.constexpr = 1 if TALL else 2
+    long = (seq_len >= LONG).to(tl.int32)
+    return 2 + EACH * long + (2 + EACH) * (seq_len >= 2 * LONG).to(tl.int32)
