@@ -105,7 +105,7 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
 
 
 def halves_of(lens: Ints, long: int, tall: bool) -> Ints:
-    """Return how many halves of a usual piece those of such sequences have (`tiles.halves_of`)."""
+    """Return how many halves of a usual piece those of such sequences have (`tiles.at_longer`)."""
     each = 1 if tall else 2
     return 2 + each * (lens >= long) + (2 + each) * (lens >= 2 * long)
 

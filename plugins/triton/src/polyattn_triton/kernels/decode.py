@@ -24,8 +24,8 @@ from polyattn_triton.kernels.cache_rope import (
 from polyattn_triton.kernels.parts import merged, store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.kernels.tiles import (
+    at_longer,
     blocks_in_table,
-    halves_of,
     keys_seen,
     load_cached_rows,
     load_held_rows,
@@ -282,7 +282,7 @@ def decode_kernel(
     query tokens a sequence instead of one. With
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
-    `LONG`: pieces have as many halves of WORK's keys as `halves_of` says; 0: they are WORK's.
+    `LONG`: keys from which on a sequence's pieces are longer (`at_longer`); 0: all are as WORK says.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
@@ -297,9 +297,8 @@ def decode_kernel(
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
             if LONG > 0:
-                halves = halves_of(seq_len, LONG, BLOCK_M > 16)
-                begin = begin * halves // 2
-                end = end * halves // 2
+                begin = at_longer(begin, seq_len, LONG, BLOCK_M > 16)
+                end = at_longer(end, seq_len, LONG, BLOCK_M > 16)
             token0 = seq
             query_len = 1
             if FEW:

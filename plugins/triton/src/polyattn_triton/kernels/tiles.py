@@ -255,8 +255,12 @@ def part_at(part, kv_head, programs):
 
 
 @triton.jit
-def halves_of(seq_len, LONG: tl.constexpr, TALL: tl.constexpr):
-    """How many halves of a usual piece a sequence's pieces have (`alike.halves_of`)."""
-    EACH: tl.constexpr = 1 if TALL else 2
+def at_longer(at, seq_len, LONG: tl.constexpr, TALL: tl.constexpr):
+    """Where a key tile of usual pieces lies where a sequence has longer ones (`alike.halves_of`)."""
     long = (seq_len >= LONG).to(tl.int32)
-    return 2 + EACH * long + (2 + EACH) * (seq_len >= 2 * LONG).to(tl.int32)
+    longer = (seq_len >= 2 * LONG).to(tl.int32)
+    if TALL:
+        at = at * (2 + long + 3 * longer) // 2
+    else:
+        at = at * (1 + long + 2 * longer)
+    return at
