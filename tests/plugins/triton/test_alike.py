@@ -144,6 +144,24 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
 
 
+def test_pieces_of_drafts_are_about_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them, none longer than usual, and a last one as long as the others but for a tile."""
+    from polyattn_triton.alike import LOW, TALL_PIECE
+    from polyattn_triton.reading import reads_of
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    for count in (TALL_PIECE + 1, 2052, 4100, 9 * TALL_PIECE + 1, backend.tall_long - 1, 100_003):
+        (plan,) = plans_of(backend, [(LOW // 4 + 1, count)])
+        reads = reads_of(backend, plan, plan.batch).keys
+        keys = np.minimum(reads.end, count) - reads.begin
+        assert len(keys) == plan.grid[0] and keys.sum() == count
+        usual = TALL_PIECE * (6 if count > 2 * backend.tall_long else 2) // 2
+        assert keys.max() <= usual
+        even = -(-count // len(keys)) + plan.config.block_n
+        assert keys.max() <= even or len(keys) > usual // plan.config.block_n
+
+
 def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,9 +50,9 @@ ENOUGH = 512
 """Pieces of all KV heads from which on a decode has pieces twice as long, and from twice as many keys on
 four times: it fills a chip by itself, and a row's parts are merged by one program, 16 at a time."""
 TALL_PIECE = 1408
-"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. Drafts after 4k keys
-have three pieces then: 64 x 4 of them took 143 us on an H200, in four of 1,088 keys 149. 15 other steps
-are 1.02 times as slow by it (`benchmarks/results/h200/2026-11-28-levels-pieces.md`)."""
+"""Keys of a piece of a tile of more than `LOW` rows, at most, whose parts are as much larger. A request's
+pieces are about as long (`even_piece`). Drafts after 4k keys have three: 64 x 4 of them took 143 us on an
+H200, in four of 1,088 keys 149 (`benchmarks/results/h200/2026-11-28-levels-pieces.md`)."""
 TALL_ENOUGH = 176
 """And pieces of such tiles from which on they are 1.5 times as long, and from twice as many keys on three
 times: a lone request's are then on nearly all multiprocessors."""

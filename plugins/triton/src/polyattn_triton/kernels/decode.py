@@ -26,6 +26,7 @@ from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_s
 from polyattn_triton.kernels.tiles import (
     at_longer,
     blocks_in_table,
+    even_piece,
     keys_seen,
     load_cached_rows,
     load_held_rows,
@@ -297,8 +298,11 @@ def decode_kernel(
             begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
             seq_len = tl.load(SEQ_LENS + seq)
             if LONG > 0:
-                begin = at_longer(begin, seq_len, LONG, BLOCK_M > 16)
-                end = at_longer(end, seq_len, LONG, BLOCK_M > 16)
+                if BLOCK_M > 16:
+                    begin, end = even_piece(WORK, first, last, seq_len, LONG, BLOCK_N)
+                else:
+                    begin = at_longer(begin, seq_len, LONG, False)
+                    end = at_longer(end, seq_len, LONG, False)
             token0 = seq
             query_len = 1
             if FEW:
