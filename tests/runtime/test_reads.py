@@ -264,7 +264,7 @@ LAUNCHES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_mistake_in_one_of_several_launches_is_told(name: str) -> None:
     backend = triton(BASE.replace(batch_invariant="batch"))
-    batch = step_of([1, 300, 1, 20, 8], [3000, 300, 90, 900, 4 * 1088])
+    batch = step_of([1, 300, 1, 20, 8], [3000, 300, 90, 900, 4 * 1408])
     plan: Any = backend.plan(batch)
     assert len(plan.others) > 1 and check_plan(backend, plan, batch)
     LAUNCHES[name](plan)

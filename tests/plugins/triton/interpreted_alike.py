@@ -54,6 +54,7 @@ def in_any_batch(spec: LayerSpec) -> None:
     query, *new = (x.split(work.batch.query_lens) for x in (work.query, work.key, work.value))
     backend: Any = TritonAttention(spec, cache.format, DEVICE)
     backend.num_sms, backend.piece, backend.tall_piece, alike.PIECE = 132, 32, 32, 32
+    backend.long = backend.tall_long = 50  # from which on pieces are longer
     backend.early = True  # drafts beside decodes, in a workspace of their own
     alike.SIZES, alike.START, alike.MERGE, alike.PART = np.array([32]), 0, 0, 0
 

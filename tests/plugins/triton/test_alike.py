@@ -144,6 +144,24 @@ def test_a_class_follows_from_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(plan.fresh for plan in plans_of(paged, [(300, 300), (900, 900)]))
 
 
+def test_pieces_of_drafts_are_about_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them, none longer than usual, and a last one as long as the others but for a tile."""
+    from polyattn_triton.alike import LOW, TALL_PIECE
+    from polyattn_triton.reading import reads_of
+    from pretending import pretended
+
+    backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
+    for count in (TALL_PIECE + 1, 2052, 4100, 9 * TALL_PIECE + 1, backend.tall_long - 1, 100_003):
+        (plan,) = plans_of(backend, [(LOW // 4 + 1, count)])
+        reads = reads_of(backend, plan, plan.batch).keys
+        keys = np.minimum(reads.end, count) - reads.begin
+        assert len(keys) == plan.grid[0] and keys.sum() == count
+        usual = TALL_PIECE * (6 if count > 2 * backend.tall_long else 2) // 2
+        assert keys.max() <= usual
+        even = -(-count // len(keys)) + plan.config.block_n
+        assert keys.max() <= even or len(keys) > usual // plan.config.block_n
+
+
 def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,11 +170,14 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    for queries, piece, enough in ((LOW // 4 + 1, TALL_PIECE, TALL_ENOUGH), (1, PIECE, ENOUGH)):
+    for queries, piece, enough, expected in (
+        (LOW // 4 + 1, TALL_PIECE, TALL_ENOUGH, [22, 15, 15, 30]),
+        (1, PIECE, ENOUGH, [64, 32, 32, 64]),
+    ):
         long = piece * enough // 8
         lens = [long - 1, long, 2 * long, 4 * long]
         grids = [plans_of(backend, [(queries, count)])[0].grid[0] for count in lens]
-        assert grids == [enough // 8, enough // 16, enough // 16, enough // 8]
+        assert grids == expected
     (plan,) = plans_of(backend, [(1, 100), (1, 2 * long), (1, long)])
     assert plan.work[4 + 3 * plan.grid[0] :][: plan.grid[0]].unique_consecutive().tolist() == [
         1,
@@ -165,20 +186,29 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     ]
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
     assert mistral.long == mistral.tall_long == 0
+    # One key less than twice as many has the most pieces: a captured step has programs for them.
+    asked = {"batch_invariant": "batch", "graph_capture": "single_token_decode"}
+    for name in ("Llama 3.1 8B", "multi-query"):  # low tiles, and tall ones
+        backend, _ = pretended(monkeypatch, SPECS[name].replace(**asked))
+        long = backend.long if name != "multi-query" else backend.tall_long
+        (captured,) = plans_of(backend, [(1, 2 * long)])
+        table = captured.batch.block_table
+        assert backend.plan(Batch([0, 1], [2 * long - 1], table), captured).grid == captured.grid
 
 
 @pytest.mark.parametrize(
-    ("lens", "stages"), [([8192] * 3, 3), ([8192] * 4, 2), ([8192] * 4 + [513, 513], 3)]
+    ("pieces", "stages"),
+    [(48, 3), (50, 2), (64, 2), (66, 2), (67, 3), (98, 3), (100, 2), (132, 2), (133, 3), (198, 3)],
 )
-def test_decodes_have_a_stage_less_where_a_chip_then_holds_all(
-    lens: list[int], stages: int, monkeypatch: pytest.MonkeyPatch
+def test_decodes_have_a_stage_less_where_a_chip_then_takes_a_round_less(
+    pieces: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """384, 512 and 544 pieces, on 132 multiprocessors."""
+    """Up to two rounds, on 132 multiprocessors that hold three programs each, or four; 8 KV heads."""
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    (plan,) = plans_of(backend, [(1, count) for count in lens])
-    assert plan.config.num_stages == stages
+    (plan,) = plans_of(backend, [(1, 512)] * pieces)
+    assert plan.grid[0] == pieces and plan.config.num_stages == stages
 
 
 def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +216,7 @@ def test_drafts_run_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     from pretending import pretended
 
     backend, _ = pretended(monkeypatch, SPECS["Llama 3.1 8B"].replace(batch_invariant="batch"))
-    backend.room, lens = 1 << 21, [(300, 9000), (1, 5000), (8, 5000), (8, 5000), (8, 5000)]
+    backend.room, lens = 1 << 21, [(300, 9000), (1, 5000), (8, 6500), (8, 6500), (8, 6500)]
     plans = plans_of(backend, lens)
     assert [(plan.way, plan.beside) for plan in plans] == [
         ("pieces", 0), ("few", 0), ("few", 1), ("few", 0), ("few", 0),

@@ -49,12 +49,13 @@ PIECE = 512
 ENOUGH = 512
 """Pieces of all KV heads from which on a decode has pieces twice as long, and from twice as many keys on
 four times: it fills a chip by itself, and a row's parts are merged by one program, 16 at a time."""
-TALL_PIECE = 1088
-"""Keys of a piece of a tile of more than `LOW` rows, whose parts are as much larger. No power of two:
-drafts behind as many keys would be a piece of their own (64 x 4 after 4k, H200: 155 us for 161)."""
-TALL_ENOUGH = 224
-"""And pieces of such tiles from which on they are longer, too: a lone request's are then on nearly all
-multiprocessors (`benchmarks/results/h200/2026-11-28-levels.md`)."""
+TALL_PIECE = 1408
+"""Keys of a piece of a tile of more than `LOW` rows, at most, whose parts are as much larger. A request's
+pieces are about as long (`even_piece`). Drafts after 4k keys have three: 64 x 4 of them took 143 us on an
+H200, in four of 1,088 keys 149 (`benchmarks/results/h200/2026-11-28-levels-pieces.md`)."""
+TALL_ENOUGH = 176
+"""And pieces of such tiles from which on they are 1.5 times as long, and from twice as many keys on three
+times: a lone request's are then on nearly all multiprocessors."""
 TALL_MERGED = 4
 """Rows of such a tile that a program merges, four parts of each at once. Two rows and eight parts are as
 fast (H200, 19 steps of drafts: 0.99 to 1.01). Others' go one by one: 1 x 8,192 took 18.9 us, two by two
@@ -68,6 +69,10 @@ merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
 SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e) % 128 == 0])
 """Keys of a prefill's pieces, in eighths of powers of two. A request of which the chip could hold four
 takes powers of two alone, so that few classes are in a step."""
+ROUNDS = 2
+"""Rounds up to which a launch of decodes has four programs on a multiprocessor, where three take a round
+more. H200: 4 x 8,192 takes 43 us for 46, 12 of Mooncake's trace 67 us for 70. In more rounds three are
+mostly faster."""
 STEPS_PIECE = 1024
 """Keys of a piece where steps must not count: longer, since a prompt's rows have parts, too."""
 WHOLE, FRESH = 0, 1
@@ -100,9 +105,10 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
     return tiles_of
 
 
-def times_longer(lens: Ints, long: int) -> Ints:
-    """Return how many times as long pieces of sequences of so many keys are (`tiles.times_longer`)."""
-    return 1 + (lens >= long) + 2 * (lens >= 2 * long)
+def halves_of(lens: Ints, long: int, tall: bool) -> Ints:
+    """Return how many halves of a usual piece those of such sequences have (`tiles.at_longer`)."""
+    each = 1 if tall else 2
+    return 2 + each * (lens >= long) + (2 + each) * (lens >= 2 * long)
 
 
 class AlikeAttention(PlannedAttention):
@@ -276,10 +282,18 @@ class AlikeAttention(PlannedAttention):
         """
         if not plan.long:
             return tiles.keys
-        units: Ints = -(-tiles.keys // times_longer(plan.batch.host_lens[tiles.seq], plan.long))
-        if most:
-            units = np.maximum(units, np.minimum(tiles.keys, plan.long // plan.config.block_n))
+        tall, block = plan.config.block_m > LOW, plan.config.block_n
+        halves = halves_of(plan.batch.host_lens[tiles.seq], plan.long, tall)
+        units: Ints = -(-2 * tiles.keys // halves)
+        if most:  # just below twice as many keys as `long`
+            bound = -(-4 * plan.long // (block * (3 if tall else 4)))
+            units = np.maximum(units, np.minimum(tiles.keys, bound))
         return units
+
+    def _saves_a_round(self, programs: int) -> bool:
+        """Whether four programs on a multiprocessor take a round less than three: `ROUNDS` at most."""
+        each = programs / self.num_sms
+        return any(FEW_ON_ONE * n < each <= MANY_ON_ONE * n for n in range(1, ROUNDS + 1))
 
     def _plan_pieces(
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None
@@ -297,9 +311,7 @@ class AlikeAttention(PlannedAttention):
         dealt = segments(units, each, least)
         if captured is None:
             plan.grid = (dealt.programs, heads, 1)
-            # H200, 4 x 8,192, of 512 programs: 43 us for 46. Of more, three are mostly faster.
-            one_more = FEW_ON_ONE < dealt.programs * heads / self.num_sms <= MANY_ON_ONE
-            if plan.way == "singles" and self.full and one_more:
+            if plan.way == "singles" and self.full and self._saves_a_round(dealt.programs * heads):
                 plan.config = self.full
             if dealt.programs > len(tiles.keys):
                 tall = plan.way != "pieces" and plan.config.block_m > LOW

@@ -255,6 +255,25 @@ def part_at(part, kv_head, programs):
 
 
 @triton.jit
-def times_longer(seq_len, LONG: tl.constexpr):
-    """How many times as long a long sequence's pieces are (`alike.times_longer`)."""
-    return 1 + (seq_len >= LONG).to(tl.int32) + 2 * (seq_len >= 2 * LONG).to(tl.int32)
+def at_longer(at, seq_len, LONG: tl.constexpr, TALL: tl.constexpr):
+    """Where a key tile of usual pieces lies where a sequence has longer ones (`alike.halves_of`)."""
+    long = (seq_len >= LONG).to(tl.int32)
+    longer = (seq_len >= 2 * LONG).to(tl.int32)
+    if TALL:
+        at = at * (2 + long + 3 * longer) // 2
+    else:
+        at = at * (1 + long + 2 * longer)
+    return at
+
+
+@triton.jit
+def even_piece(WORK, first, last, seq_len, LONG: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The piece [begin, end) of a tall tile that a program has: its keys' pieces are about as long.
+
+    No piece is longer than usual: a tile may see a key tile less than its sequence has, and no piece
+    must begin past its end.
+    """
+    usual = at_longer(tl.load(WORK), seq_len, LONG, True)
+    each = tl.minimum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), last - first + 1), usual)
+    begin = (tl.program_id(0) - first) * each
+    return begin, begin + each
