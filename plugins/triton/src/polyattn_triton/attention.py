@@ -337,10 +337,8 @@ class TritonAttention(AlikeAttention):
             lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
             NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
-        site = _site(prefill_kernel, strides, constants, config, packed)
-        if self.spec.logit_soft_cap is None:  # capped logits are small
-            site.options |= UNFUSED
-        return site
+        capped = self.spec.logit_soft_cap is not None  # such logits are small
+        return _site(prefill_kernel, strides, constants, config, packed, capped)
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return the portable prefill's one launch over packed tensors of these strides.
@@ -570,10 +568,11 @@ def _site(
     constants: tuple[Any, ...],
     config: Config,
     packed: bool,
+    fused: bool = True,
 ) -> Site:
     """Specialise a kernel for query, key, value and output of these strides.
 
-    `packed`: keys by token, one "block" of them all.
+    `packed`: keys by token, one "block" of them all. `fused`: products and sums may be one operation.
     """
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
@@ -581,5 +580,6 @@ def _site(
         kernel,
         (*q[:2], *kept, *out[:2]),
         constants,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | ({} if fused else UNFUSED),
     )
