@@ -198,9 +198,9 @@ def test_huge_logits_leave_one_key(
     """Of logits near 10^9 one is larger than all others by far more than float32 rounds."""
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128, dtype=dtype)
     work: Any = workload(LayerGroup(select(spec, device, backend=backend)), lengths)
-    raised = (1e9 / spec.scale / spec.head_size) ** 0.5
+    factor = (1e9 / spec.scale / spec.head_size) ** 0.5
     for tensor in (work.query, work.key, work.cache.key):
-        tensor *= raised if dtype != "float16" else 3e3
+        tensor *= factor if dtype != "float16" else 3e3
     work.expected = reference.forward(
         spec, work.query, None, None, work.held, work.batch, work.layer.params
     )

@@ -143,13 +143,13 @@ def test_layers_whose_rows_are_as_long_share_a_plan(
 ) -> None:
     """Of a step's layers each brings its own choice: NATIVE_ATTN plans where lengths differ alone."""
     step = workload(LayerGroup(select(MSA, "cpu", backend=backend)), [(1, 70), (1, 90)], 4)
-    loaded, made = step.plan.planner.backend, []
-    plan = loaded.plan
-    monkeypatch.setattr(loaded, "plan", lambda batch: made.append(batch) or plan(batch))
+    instance, batches = step.plan.planner.backend, []
+    plan = instance.plan
+    monkeypatch.setattr(instance, "plan", lambda batch: batches.append(batch) or plan(batch))
     first = torch.tensor([[[0, 2, 1]] * 2] * 2).int()
-    for choice, planned in zip((first, first + 1, first[..., :2], first), str(plans), strict=True):
+    for choice, count in zip((first, first + 1, first[..., :2], first), str(plans), strict=True):
         step.but(choice=choice.contiguous()).check(f"{choice.tolist()}: ", step.plan)
-        assert len(made) == int(planned)
+        assert len(batches) == int(count)
 
 
 @pytest.mark.parametrize("backend", ["VANILLA", "TORCH_SDPA", "NATIVE_ATTN"])

@@ -43,9 +43,9 @@ def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -
 
 
 def clamped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    kept = torch.clamp(torch.where(kv_idx % 3 == 1, torch.nan, score), -1.0, 1.0)
-    least = torch.minimum(torch.maximum(kept, score), score)
-    return torch.where(kept == kept, kept, torch.where(least == least, score, -score))
+    near = torch.clamp(torch.where(kv_idx % 3 == 1, torch.nan, score), -1.0, 1.0)
+    least = torch.minimum(torch.maximum(near, score), score)
+    return torch.where(near == near, near, torch.where(least == least, score, -score))
 
 
 def tempered(

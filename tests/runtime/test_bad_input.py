@@ -453,7 +453,7 @@ def test_a_captured_graphs_buffers_are_not_copied(name: str) -> None:
 
 
 def test_a_list_of_selected_layers_is_no_selection() -> None:
-    selected = select_layers([LayerSpec(num_heads=4, head_size=64)], "cpu")
-    for wrong in (selected, selected[0]):
+    layers = select_layers([LayerSpec(num_heads=4, head_size=64)], "cpu")
+    for wrong in (layers, layers[0]):
         with pytest.raises(SpecError, match="pass the selection of each item"):
             LayerGroup(wrong)  # type: ignore[arg-type]

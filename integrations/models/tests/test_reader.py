@@ -609,8 +609,8 @@ def test_a_type_whose_code_is_another_types(model_type: str, same: str) -> None:
     }  # fmt: skip
     if same == "qwen2":
         del values["attn_type_list"]
-    read = [model_layers({"model_type": name, **values}).specs for name in (model_type, same)]
-    assert read[0] == read[1]
+    specs = [model_layers({"model_type": name, **values}).specs for name in (model_type, same)]
+    assert specs[0] == specs[1]
 
 
 def test_a_factor_of_keys_that_no_layer_shares_changes_nothing() -> None:

@@ -187,9 +187,9 @@ def test_pieces_are_longer_where_a_request_fills_a_chip_by_itself(
     mistral, _ = pretended(monkeypatch, SPECS["Mistral 7B"].replace(batch_invariant="batch"))
     assert mistral.long == mistral.tall_long == 0
     # One key less than twice as many has the most pieces: a captured step has programs for them.
-    asked = {"batch_invariant": "batch", "graph_capture": "single_token_decode"}
+    options = {"batch_invariant": "batch", "graph_capture": "single_token_decode"}
     for name in ("Llama 3.1 8B", "multi-query"):  # low tiles, and tall ones
-        backend, _ = pretended(monkeypatch, SPECS[name].replace(**asked))
+        backend, _ = pretended(monkeypatch, SPECS[name].replace(**options))
         long = backend.long if name != "multi-query" else backend.tall_long
         (captured,) = plans_of(backend, [(1, 2 * long)])
         table = captured.batch.block_table

@@ -66,16 +66,16 @@ def test_narrow_values_of_eight_bits_are_read_where_they_lie(
 def exponents(ptx: str) -> set[str]:
     """Return which instructions make what a kernel takes a power of two of."""
     results = re.findall(r"^\s*([a-z][\w.]*)\s+(%\w+),", ptx, re.M)
-    made = {register: name for name, register in results}
-    return {made.get(each, "")[:3] for each in re.findall(r"ex2\.approx\S*\s+%\w+, (%\w+);", ptx)}
+    makers = {register: name for name, register in results}
+    return {makers.get(each, "")[:3] for each in re.findall(r"ex2\.approx\S*\s+%\w+, (%\w+);", ptx)}
 
 
 @pytest.mark.parametrize("phase", ["prefill", "paged pieces"])
 def test_the_largest_logit_less_itself_is_zero(phase: str) -> None:
     """A fused product and difference is off by half a unit in the product's last place."""
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128)
-    made = exponents(compile_phase(spec, "sm_90", phase).asm["ptx"])
-    assert "sub" in made and "fma" not in made
+    makers = exponents(compile_phase(spec, "sm_90", phase).asm["ptx"])
+    assert "sub" in makers and "fma" not in makers
 
 
 @pytest.mark.parametrize(

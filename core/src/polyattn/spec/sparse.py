@@ -180,10 +180,10 @@ class SparseSpec:
         words = f"{self.budget} of {self.granularity}" if self.granularity > 1 else f"{self.budget}"
         scope = {"all": "", "kv_head": " by KV head", "head": " by head"}[self.scope]
         entries = f", entries of {self.tokens_per_entry}" if self.tokens_per_entry > 1 else ""
-        pooled = "" if self.compressor is None else f", {self.compressor}"
+        pool = "" if self.compressor is None else f", {self.compressor}"
         under = ", in the softmax of the layer before" * self.shares_softmax
         which = "newest" if self.newest else "choice"
-        return f"{which} {words}{scope}{', physical' * self.physical}{entries}{pooled}{under}"
+        return f"{which} {words}{scope}{', physical' * self.physical}{entries}{pool}{under}"
 
 
 INDEX_FORMS = {

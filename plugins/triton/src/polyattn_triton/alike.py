@@ -106,7 +106,7 @@ def pieces_of(tiles: Ints, keys: Ints, slots: int) -> Ints:
 
 
 def halves_of(lens: Ints, long: int, tall: bool) -> Ints:
-    """Return how many halves of a usual piece those of such sequences have (`tiles.at_longer`)."""
+    """Return how many halves of a usual piece those of such sequences have, as kernels compute it."""
     each = 1 if tall else 2
     return 2 + each * (lens >= long) + (2 + each) * (lens >= 2 * long)
 
@@ -292,8 +292,8 @@ class AlikeAttention(PlannedAttention):
 
     def _saves_a_round(self, programs: int) -> bool:
         """Whether four programs on a multiprocessor take a round less than three: `ROUNDS` at most."""
-        each = programs / self.num_sms
-        return any(FEW_ON_ONE * n < each <= MANY_ON_ONE * n for n in range(1, ROUNDS + 1))
+        rounds = -(-programs // (MANY_ON_ONE * self.num_sms))
+        return rounds <= ROUNDS and rounds < -(-programs // (FEW_ON_ONE * self.num_sms))
 
     def _plan_pieces(
         self, plan: AttentionPlan, tiles: Tiles, each: int, captured: AttentionPlan | None = None

@@ -208,18 +208,17 @@ def reads_of(backend: PlannedAttention, plan: AttentionPlan, batch: Batch) -> Re
         if plan.long:
             tall, share = plan.config.block_m > 16, int(work[0])
             lens = step_of(batch).lens[np.clip(pieces.seq, 0, batch.num_seqs - 1)]
-            longer, longest = (1.5, 3) if tall else (2, 4)
-            times = np.where(lens < plan.long, 1, np.where(lens < 2 * plan.long, longer, longest))
-            begin, end = ((at * times).astype(np.int64) for at in (pieces.begin, pieces.end))
             if tall:  # `even_piece`
                 rows = np.stack([pieces.seq, pieces.row])
                 _, of, count = np.unique(rows, axis=1, return_inverse=True, return_counts=True)
                 tiles = -(-lens // plan.config.block_n)
-                even = -(-tiles // count[of.reshape(-1)])
-                each = np.minimum(even, (share * times).astype(np.int64))
+                halves = np.where(lens < plan.long, 2, np.where(lens < 2 * plan.long, 3, 6))
+                each = np.minimum(-(-tiles // count[of.reshape(-1)]), share * halves // 2)
                 begin = pieces.begin // share * each
-                end = begin + each
-            pieces = replace(pieces, begin=begin, end=end)
+                pieces = replace(pieces, begin=begin, end=begin + each)
+            else:  # `times_longer`
+                longer = np.where(lens < plan.long, 1, np.where(lens < 2 * plan.long, 2, 4))
+                pieces = replace(pieces, begin=pieces.begin * longer, end=pieces.end * longer)
     reads = _over_tiles(spec, plan, batch, pieces, height, faults)
     if plan.merging is not None and plan.grid[0]:
         reads.merges = merges_of(

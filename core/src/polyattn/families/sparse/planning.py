@@ -95,10 +95,11 @@ class Piece(Op):
         """Return the call for rows of these lengths."""
         planner = self.planner
         assert isinstance(planner.backend, AttentionBackend)
-        if self.last and planner.backend.plans_by_lengths and self.last[0] == lens:
+        if self.last and self.last[0] == lens:
             return self.last[1]
         call = planner.call_of(planner.batch_of(self, lens))
-        self.last = lens, call
+        if planner.backend.plans_by_lengths:
+            self.last = lens, call
         return call
 
     def page(self, chosen: ChosenPages) -> None:

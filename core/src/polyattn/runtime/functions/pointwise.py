@@ -297,8 +297,8 @@ def example_inputs(
             inputs_by_name[name] = torch.randn(shape, generator=generator)
         else:
             low = 0 if shape else 1  # a lone integer may be a divisor
-            drawn = torch.randint(low, 2, shape, generator=generator)
-            inputs_by_name[name] = drawn.to(INPUT_DTYPES[wanted.dtype])
+            integers = torch.randint(low, 2, shape, generator=generator)
+            inputs_by_name[name] = integers.to(INPUT_DTYPES[wanted.dtype])
     return inputs_by_name
 
 

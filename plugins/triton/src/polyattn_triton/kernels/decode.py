@@ -24,7 +24,6 @@ from polyattn_triton.kernels.cache_rope import (
 from polyattn_triton.kernels.parts import merged, store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.kernels.tiles import (
-    at_longer,
     blocks_in_table,
     even_piece,
     keys_seen,
@@ -38,6 +37,7 @@ from polyattn_triton.kernels.tiles import (
     row_places,
     tile_at,
     tiles_seen,
+    times_longer,
 )
 
 
@@ -288,7 +288,7 @@ def decode_kernel(
     query tokens a sequence instead of one. With
     `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
     parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
-    `LONG`: keys from which on a sequence's pieces are longer (`at_longer`); 0: all are as WORK says.
+    `LONG`: keys from which on a sequence's pieces are longer; 0: all are as WORK says.
     `PRECISION`: of products of float32.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
@@ -307,8 +307,9 @@ def decode_kernel(
                 if BLOCK_M > 16:
                     begin, end = even_piece(WORK, first, last, seq_len, LONG, BLOCK_N)
                 else:
-                    begin = at_longer(begin, seq_len, LONG, False)
-                    end = at_longer(end, seq_len, LONG, False)
+                    longer = times_longer(seq_len, LONG)
+                    begin *= longer
+                    end *= longer
             token0 = seq
             query_len = 1
             if FEW:

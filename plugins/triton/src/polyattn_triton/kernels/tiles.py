@@ -255,15 +255,9 @@ def part_at(part, kv_head, programs):
 
 
 @triton.jit
-def at_longer(at, seq_len, LONG: tl.constexpr, TALL: tl.constexpr):
-    """Where a key tile of usual pieces lies where a sequence has longer ones (`alike.halves_of`)."""
-    long = (seq_len >= LONG).to(tl.int32)
-    longer = (seq_len >= 2 * LONG).to(tl.int32)
-    if TALL:
-        at = at * (2 + long + 3 * longer) // 2
-    else:
-        at = at * (1 + long + 2 * longer)
-    return at
+def times_longer(seq_len, LONG: tl.constexpr):
+    """How many times as long a long sequence's pieces are, of low tiles (`alike.halves_of`)."""
+    return 1 + (seq_len >= LONG).to(tl.int32) + 2 * (seq_len >= 2 * LONG).to(tl.int32)
 
 
 @triton.jit
@@ -273,7 +267,9 @@ def even_piece(WORK, first, last, seq_len, LONG: tl.constexpr, BLOCK_N: tl.const
     No piece is longer than usual: a tile may see a key tile less than its sequence has, and no piece
     must begin past its end.
     """
-    usual = at_longer(tl.load(WORK), seq_len, LONG, True)
+    long = (seq_len >= LONG).to(tl.int32)
+    halves = 2 + long + 3 * (seq_len >= 2 * LONG).to(tl.int32)  # `alike.halves_of`
+    usual = tl.load(WORK) * halves // 2
     each = tl.minimum(tl.cdiv(tl.cdiv(seq_len, BLOCK_N), last - first + 1), usual)
     begin = (tl.program_id(0) - first) * each
     return begin, begin + each
