@@ -106,12 +106,20 @@ def attend(
         sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
+    weights, total, lse = _exponentiated(scores, mask.any(-1))
+    return _weighted(weights, value, ratio) / total.T[..., None], lse.T
+
+
+def _exponentiated(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights, which replace scores (num_heads, queries, keys), their sums and the LSE.
+
+    `seen`: whether a query sees any key. A sum of no weights is 1.
+    """
     top = scores.amax(2, keepdim=True)
     weights = scores.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
     total = weights.sum(2)
-    lse = (top.squeeze(2) + total.log()).masked_fill(~mask.any(-1), -torch.inf)
-    output = _weighted(weights, value, ratio)
-    return output / total.masked_fill(total == 0, 1.0).T[..., None], lse.T
+    lse = (top.squeeze(2) + total.log()).masked_fill(~seen, -torch.inf)
+    return weights, total.masked_fill(total == 0, 1.0), lse
 
 
 def _weighted(weights: Tensor, value: Tensor, ratio: int) -> Tensor:
