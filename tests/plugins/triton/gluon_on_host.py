@@ -10,7 +10,6 @@ tile are dealt out to threads isn't looked at.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -246,11 +245,11 @@ class Pending(Value):
 
 
 class Storage:
-    """A tensor's storage as raw bytes, and how often each of them was written."""
+    """A tensor's storage as raw bytes, and the places of the elements that each store wrote."""
 
     def __init__(self, tensor: torch.Tensor):
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # type: ignore[call-overload]
-        self.written: Counter[int] = Counter()
+        self.written: list[Any] = []
 
     def at(self, places: Any, size: int) -> Any:
         """Return which elements of `size` bytes these addresses are."""
@@ -320,7 +319,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
         assert value.dtype in FLOATS
     at = pointer.storage.at(places[seen], size)
     pointer.storage.elements(size)[at] = encoded(numbers, pointer.kind)
-    pointer.storage.written.update((at * size).tolist())
+    pointer.storage.written.append(at * size)
 
 
 class Shared:
@@ -565,10 +564,9 @@ def expect(barrier: Barrier, size: int) -> None:
 
 
 class Language:
-    """What stands for Gluon's and Triton's language on a machine."""
+    """What stands for Gluon's and Triton's language on a machine: the program's that runs."""
 
-    def __init__(self, machine: Machine):
-        self.machine = machine
+    machine: Machine
 
     def wgmma(
         self, a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False
@@ -637,7 +635,8 @@ class Language:
             num_programs=lambda axis: Value(self.machine.grid[axis], "int32"),
             num_warps=lambda: self.machine.warps,
             pointer_type=lambda kind: SimpleNamespace(kind=kind),
-            allocate_shared_memory=allocate_shared_memory, warp_specialize=self.machine.specialize,
+            allocate_shared_memory=allocate_shared_memory,
+            warp_specialize=lambda *roles: self.machine.specialize(*roles),
             constexpr=lambda x: x,
             **dict.fromkeys(
                 ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout",
@@ -694,18 +693,19 @@ def run_kernel(
             arguments.append(Value(np.float32(x), "float32"))
         else:
             arguments.append(Value(int(x), "int32" if abs(x) < 1 << 31 else "int64"))
-    for place in product(*map(range, grid)):
-        machine = Machine(place, tuple(grid), order, warps)
-        with patched(machine):
+    here = Language()
+    with patched(here):
+        for place in product(*map(range, grid)):
+            here.machine = Machine(place, tuple(grid), order, warps)
             kernel.fn(*arguments)
-            assert not machine.products
+            assert not here.machine.products
     return by_name
 
 
 @contextmanager
-def patched(machine: Machine) -> Iterator[None]:
+def patched(here: Language) -> Iterator[None]:
     """Give the kernels' modules this file's language, and each other's functions as they are."""
-    _, names = Language(machine).names()
+    _, names = here.names()
     with ExitStack() as stack:
         for module in MODULES:
             for name, held in [*vars(module).items()]:

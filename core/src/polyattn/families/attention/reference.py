@@ -75,7 +75,7 @@ def attend(
         scores = products_in_cache(spec, spec.rope, query, each) * spec.scale
     else:
         of_groups = query.unflatten(1, (-1, ratio))
-        scores = torch.einsum("qhgd,khd->hgqk", of_groups, key).flatten(0, 1) * spec.scale
+        scores = torch.einsum("qhgd,khd->hgqk", of_groups * spec.scale, key).flatten(0, 1)
     if spec.logit_soft_cap is not None:
         scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
     num_queries, num_keys = query.shape[0], key.shape[0]
@@ -97,15 +97,29 @@ def attend(
             weights = scores.masked_fill(~mask, 0.0)
             none = scores.new_full((num_queries, spec.num_heads), torch.nan)
             return _weighted(weights, value, ratio), none
+    if not num_keys:
+        unseen = query.new_full((num_queries, spec.num_heads), -torch.inf)
+        return query.new_zeros(*unseen.shape, value.shape[2]), unseen
     scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
         sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
-    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(-1), -torch.inf)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return _weighted(weights, value, ratio), lse.T
+    weights, total, lse = _exponentiated(scores, mask.any(-1))
+    return _weighted(weights, value, ratio) / total.T[..., None], lse.T
+
+
+def _exponentiated(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights, which replace scores (num_heads, queries, keys), their sums and the LSE.
+
+    `seen`: whether a query sees any key. A sum of no weights is 1.
+    """
+    top = scores.amax(2, keepdim=True)
+    weights = scores.sub_(top.masked_fill(top == -torch.inf, 0.0)).exp_()
+    total = weights.sum(2)
+    lse = (top.squeeze(2) + total.log()).masked_fill(~seen, -torch.inf)
+    return weights, total.masked_fill(total == 0, 1.0), lse
 
 
 def _weighted(weights: Tensor, value: Tensor, ratio: int) -> Tensor:
