@@ -138,6 +138,18 @@ def test_entries_that_no_query_reads_may_be_anything() -> None:
     assert layer(**step.tensors, cache=step.cache, plan=batch).isfinite().all()
 
 
+def test_a_query_of_another_dtype_is_told_what_sets_it() -> None:
+    query = torch.randn(6, 4, 32)
+    step = Step()
+    layer = Attention(select(replace(SPEC, dtype="bfloat16"), "cpu"))
+    cache = layer.group.allocate_cache(8)
+    with pytest.raises(BatchError, match=r"LayerSpec.dtype sets the dtype; the default.*bfloat16"):
+        layer(query, query[:, :2], query[:, :2], cache, Batch(**step.batch))
+    with pytest.raises(BatchError) as caught:
+        layer(query[:, :3].bfloat16(), query, query, cache, Batch(**step.batch))
+    assert "LayerSpec" not in str(caught.value)
+
+
 @pytest.mark.parametrize("block", [8, 32])
 def test_a_batch_made_for_other_blocks(block: int) -> None:
     """Its slots would be other tokens'."""

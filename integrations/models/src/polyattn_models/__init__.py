@@ -98,7 +98,10 @@ def model_layers(
         layers = reader(cfg)
         check_fields(cfg, assume is not None, ignore, strict)
         if kv_cache_dtype in (None, "auto"):
-            kv_cache_dtype = cache_dtype_of(cfg)
-        return model_of(source, model, layers, kv_cache_dtype)
+            return model_of(source, model, layers, cache_dtype_of(cfg))
     except SpecError as error:
         raise ConfigError(f"{source}: {error}") from error
+    try:
+        return model_of(source, model, layers, kv_cache_dtype)
+    except SpecError as error:  # of the argument, which no file says
+        raise ConfigError(str(error)) from error

@@ -162,7 +162,8 @@ def mimo(cfg: Config) -> Stack:
     derived = [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     pattern = cfg.items("hybrid_layer_pattern", int, count)
     if pattern is not None and pattern != [int(kind == SLIDING) for kind in derived]:
-        raise cfg.error("hybrid_layer_pattern", pattern, "isn't that of layer_types; drop one")
+        remedy = "must be 0 for the first layer and each sixth, else 1; state others by layer_types"
+        raise cfg.error("hybrid_layer_pattern", pattern, remedy)
     types = cfg.items("layer_types", str, count) or derived
     types = named(cfg, "layer_types", types, (FULL, SLIDING))
     rope = rope_by_type(MIMO_ROPE, 0.334)
