@@ -65,10 +65,8 @@ def test_a_grid_has_no_more_programs_than_its_second_axis_takes(level: bool) -> 
     tokens = 70_000
     indexer = IndexerSpec(num_heads=1, head_size=16, budget=4, tokens_per_entry=8192)
     sparse = SparseSpec(budget=4, tokens_per_entry=8192)
-    spec = LayerSpec(
-        kind="sparse", num_heads=1, head_size=16, sparse=sparse, indexer=indexer,
-        batch_invariant=level,
-    )  # fmt: skip
+    spec = LayerSpec(kind="sparse", num_heads=1, head_size=16, sparse=sparse, indexer=indexer)
+    spec = replace(spec, batch_invariant=level)
     pieces: list[slice] = []
     backend = TritonIndex(spec, None, device_of("sm_90"))
     with patch.object(TritonIndex, "_piece", lambda self, *given: pieces.append(given[2])):

@@ -350,7 +350,7 @@ class LayerSpec:
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
-        The distribution `polyattn-models` reads the config.
+        The distribution `polyattn-models` reads the config. Without a dtype it is a bfloat16 model's.
 
         Args:
             config: a mapping, a config object, or the path of a `config.json` or of its directory.

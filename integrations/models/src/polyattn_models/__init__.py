@@ -54,7 +54,7 @@ def layer_specs(
     """Return the specs of the layers that a model serves text with, in order.
 
     `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of its
-    directory.
+    directory. One without a dtype is read as bfloat16.
 
     - `assume`: the `model_type` to read it as.
     - `ignore`: fields that are known not to change attention.
