@@ -210,19 +210,17 @@ TOWERS: dict[str, Reader] = {
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip
 
+_OWN_TEXT = """aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma ernie4_5_vl_moe glm4v
+glm4v_moe glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 molmo2
+muse_glimmer muse_spark paddleocr_vl unlimited_ocr voxtral_realtime"""
 NAMED = {
-    "glm46v": "glm4v_text", "glmga": "glm4v_text", "inkling_mm_model": "inkling_text",
-    "qwen2_5_omni_thinker": "qwen2_5_omni_text", "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
-    **{
-        name: f"{name}_text"
-        for name in (
-            "aria", "cohere_compass", "cosmos3_edge", "deepseek_ocr2", "diffusion_gemma",
-            "ernie4_5_vl_moe", "glm4v", "glm4v_moe", "glm_ocr", "granite4_vision", "granite_docling",
-            "hunyuan_vl", "inkling2", "molmo2", "muse_glimmer", "muse_spark", "paddleocr_vl",
-            "unlimited_ocr", "voxtral_realtime",
-        )
-    },
-}  # fmt: skip
+    "glm46v": "glm4v_text",
+    "glmga": "glm4v_text",
+    "inkling_mm_model": "inkling_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    **{name: f"{name}_text" for name in _OWN_TEXT.split()},
+}
 """Types with towers, and the type of their text where `text_config` names none."""
 
 
