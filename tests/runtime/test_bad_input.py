@@ -464,6 +464,24 @@ def test_a_captured_graphs_buffers_are_not_copied(name: str) -> None:
         Batch.on_buffers([0, 1, 2], [3, 4], **buffers)
 
 
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens"])
+def test_kernels_read_no_further_than_a_buffer_and_its_own_dtype(name: str) -> None:
+    """A GPU's kernels would read whatever lies behind it, or halves of its numbers."""
+    buffers = {
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
+    }
+    count, buffer = len(buffers[name]), buffers[name]
+    for wrong in (buffer.long(), buffer[:-1], buffer[:, None]):
+        with pytest.raises(BatchError, match=rf"{name} is .*: kernels read int32 \({count},\)"):
+            Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: wrong}), **TABLES)
+    longer = torch.nn.functional.pad(buffer, (0, 2))
+    Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: longer}), **TABLES)
+
+
+TABLES = {"block_table": TABLE[:2], "slot_mapping": torch.tensor([2, 19])}
+
+
 def test_a_list_of_selected_layers_is_no_selection() -> None:
     layers = select_layers([LayerSpec(num_heads=4, head_size=64)], "cpu")
     for wrong in (layers, layers[0]):
