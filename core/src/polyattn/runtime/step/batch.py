@@ -253,10 +253,8 @@ class Batch:
             ("seq_lens", seq_lens, len(lens)),
         ):
             if buffer.dtype is not torch.int32 or buffer.dim() != 1 or len(buffer) < count:
-                raise BatchError(
-                    f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}: kernels read int32 "
-                    f"({count},)"
-                )
+                actual = f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}"
+                raise BatchError(f"{actual}: kernels read int32 ({count},)")
             if not buffer.is_contiguous():
                 raise BatchError(
                     f"{name} is {buffer.dtype} with stride {buffer.stride(0)}: what a captured graph "
