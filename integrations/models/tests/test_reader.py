@@ -462,6 +462,13 @@ def test_mimo_speaks_of_the_field_that_the_file_has() -> None:
     assert "hybrid_layer_pattern=[0, 0, 1, 1] must be" in text and "each sixth" in text
 
 
+def test_a_wrappers_text_may_be_an_encoder_and_a_decoder() -> None:
+    bart = {"model_type": "bart", "encoder_layers": 2, "decoder_layers": 3}
+    specs = layer_specs({"model_type": "florence2", "text_config": bart})
+    roles = [spec.role for spec in specs]
+    assert roles == [Role.ENCODER] * 2 + [Role.DECODER, Role.CROSS] * 3
+
+
 def test_a_bad_argument_is_not_the_files_fault(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
