@@ -18,6 +18,7 @@ from polyattn import (
     LatentAttention,
     LayerGroup,
     LayerSpec,
+    NormSpec,
     Recurrent,
     RopeSpec,
     select,
@@ -203,6 +204,31 @@ def test_a_layer_keeps_nothing_of_a_step(family: type[Any]) -> None:
     out = step.run(layer, step.batch)
     held = step.states.data if isinstance(step, Recurring) else step.cache.key
     assert not out.requires_grad and not held.requires_grad
+
+
+@pytest.mark.parametrize("name", ["sinks", "q_norm"])
+def test_weights_count_that_a_loader_writes_through_data(name: str) -> None:
+    """torch counts no version there. After the first call the layer is told."""
+    spec = LayerSpec(num_heads=4, head_size=16, dtype="float32", block_size=16, learned_sinks=True)
+    spec = spec.replace(qk_norm=NormSpec(), rope=RopeSpec(rotary_size=16))
+    weights = {"sinks": 4, "q_norm": 16, "k_norm": 16}
+    mine = {n: torch.nn.Parameter(torch.zeros(size).bfloat16()) for n, size in weights.items()}
+    layer = Attention(spec, rotate=True, **mine)
+    cache, table = layer.group.allocate_cache(1), torch.zeros(1, 1, dtype=torch.int32)
+    tokens = torch.randn(5, 4, 16)
+
+    def same() -> bool:
+        batch = Batch.from_lens([5], [5], table, 16)
+        fresh = Attention(layer.group, rotate=True, **mine)
+        out, expected = (one(tokens, tokens, tokens, cache, batch) for one in (layer, fresh))
+        return torch.equal(out, expected)
+
+    for weight in mine.values():
+        weight.data.copy_(torch.randn(weight.shape))
+    assert same()
+    mine[name].data.copy_(torch.randn(mine[name].shape))
+    getattr(layer, name).tensor = mine[name]
+    assert same()
 
 
 @FAMILIES

@@ -115,6 +115,8 @@ UNSEEN = torch.tensor([True, False, True])[None, None, None]
         ({"mask": UNSEEN.numpy()}, r"mask is an array of shape \(1, 1, 1, 3\)"),
         ({"sinks": [1.0] * 4}, r"sinks=\[1.0, 1.0, 1.0, 1.0\] must be a tensor"),
         ({"alibi_slopes": Q[0, 0, :, 0].numpy()}, "alibi_slopes is an array of shape"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "sinks requires a gradient"),
+        ({"alibi_slopes": torch.ones(4, requires_grad=True)}, "alibi_slopes requires a gradient"),
         ({"key_lens": 3}, "key_lens=3 must be a list of integers"),
         ({"key_lens": torch.tensor([3, 3])}, r"key_lens\[0\]=tensor\(3\) must be an integer; .tolist"),
         ({"query": FLAT, "key": FLAT, "value": FLAT, "query_lens": 6}, "query_lens=6 must be a list"),

@@ -17,6 +17,7 @@ from polyattn import (
     UnionAttention,
 )
 from polyattn.errors import BatchError, SpecError
+from polyattn.families.sparse.compressor import Entries
 from torch import Tensor
 
 STEPS = [
@@ -115,6 +116,14 @@ def test_a_compressor_refuses_what_it_would_misread() -> None:
         Compressor(CompressorSpec(size=6, tokens_per_entry=4), torch.zeros(3, 6))
     with pytest.raises(SpecError, match="compressor.reduction"):
         CompressorSpec(size=6, tokens_per_entry=4, reduction="max")
+
+
+def test_an_entry_behind_its_table_has_no_slot() -> None:
+    """Not the slot of another entry; the plan refuses the table, but the store may come first."""
+    table = torch.tensor([[3, 5], [2, 4]], dtype=torch.int32)
+    ids = torch.tensor([7, 8, -1, 4])
+    entries = Entries(torch.zeros(4, 6), ids, torch.tensor([0, 0, 1, 1]))
+    assert entries.slots(table, block_size=4).tolist() == [23, -1, -1, 16]
 
 
 def test_a_table_without_entries_takes_none() -> None:

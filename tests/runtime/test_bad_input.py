@@ -138,6 +138,18 @@ def test_entries_that_no_query_reads_may_be_anything() -> None:
     assert layer(**step.tensors, cache=step.cache, plan=batch).isfinite().all()
 
 
+def test_a_query_of_another_dtype_is_told_what_sets_it() -> None:
+    query = torch.randn(6, 4, 32)
+    step = Step()
+    layer = Attention(select(replace(SPEC, dtype="bfloat16"), "cpu"))
+    cache = layer.group.allocate_cache(8)
+    with pytest.raises(BatchError, match=r"LayerSpec.dtype sets the dtype; the default.*bfloat16"):
+        layer(query, query[:, :2], query[:, :2], cache, Batch(**step.batch))
+    with pytest.raises(BatchError) as caught:
+        layer(query[:, :3].bfloat16(), query, query, cache, Batch(**step.batch))
+    assert "LayerSpec" not in str(caught.value)
+
+
 @pytest.mark.parametrize("block", [8, 32])
 def test_a_batch_made_for_other_blocks(block: int) -> None:
     """Its slots would be other tokens'."""
@@ -450,6 +462,24 @@ def test_a_captured_graphs_buffers_are_not_copied(name: str) -> None:
     buffers[name] = apart(buffers[name].tolist(), buffers[name].dtype)
     with pytest.raises(BatchError, match=f"{name} .*stride 2: what a captured graph reads"):
         Batch.on_buffers([0, 1, 2], [3, 4], **buffers)
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens"])
+def test_kernels_read_no_further_than_a_buffer_and_its_own_dtype(name: str) -> None:
+    """A GPU's kernels would read whatever lies behind it, or halves of its numbers."""
+    buffers = {
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
+    }
+    count, buffer = len(buffers[name]), buffers[name]
+    for wrong in (buffer.long(), buffer[:-1], buffer[:, None]):
+        with pytest.raises(BatchError, match=rf"{name} is .*: kernels read int32 \({count},\)"):
+            Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: wrong}), **TABLES)
+    longer = torch.nn.functional.pad(buffer, (0, 2))
+    Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: longer}), **TABLES)
+
+
+TABLES = {"block_table": TABLE[:2], "slot_mapping": torch.tensor([2, 19])}
 
 
 def test_a_list_of_selected_layers_is_no_selection() -> None:

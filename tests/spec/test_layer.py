@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import polyattn
 import pytest
 import torch
 from polyattn import LayerSpec, select, select_layers
@@ -207,6 +208,24 @@ def test_without_a_reader_the_error_names_it_and_the_command(
 def test_unknown_field_in_json() -> None:
     with pytest.raises(SpecError, match="did you mean 'num_heads'"):
         LayerSpec.from_json('{"num_head": 4, "head_size": 64}')
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_layers_repr_is_the_code_that_builds_it(model: str) -> None:
+    for spec in set(LayerSpec.from_hf_config(bundled("models", f"{model}.json"))):
+        assert eval(repr(spec), vars(polyattn)) == spec
+
+
+def test_a_layers_repr_leaves_out_the_defaults() -> None:
+    rope = RopeSpec(rotary_size=64, base=5e5)
+    spec = LayerSpec(
+        num_heads=8, head_size=64, rope=rope, kind="attention", graph_capture="uniform"
+    )
+    assert repr(spec) == (
+        "LayerSpec(num_heads=8, head_size=64, graph_capture='uniform', "
+        "rope=RopeSpec(rotary_size=64, base=500000.0))"
+    )
+    assert "scale=0.5, " in repr(spec.replace(scale=0.5))
 
 
 def test_replace_keeps_what_was_derived_derived() -> None:

@@ -272,7 +272,7 @@ def _norm_differences(spec: LayerSpec, call: Call) -> list[str]:
             NormSpec(over=over, eps=module.config.rms_norm_eps, offset=offset)
             for over in ("head", "token")
             for offset in (0.0, 1.0)
-            if weight.numel() == spec.head_size * (heads if over == "token" else 1)
+            if weight.shape == (spec.head_size * (heads if over == "token" else 1),)
         ]
     )
     fits = []

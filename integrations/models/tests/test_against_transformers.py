@@ -16,10 +16,11 @@ import transformers
 from polyattn import LayerSpec
 from polyattn.errors import ConfigError
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.families.attention.rope import rotate
 from polyattn_models import READERS, ModelLayers, model_layers
 from polyattn_models.encoders import RANDOM_BLOCKS
 from polyattn_models.gpt import HASHED
-from polyattn_models.multimodal import DRAFTS, WRAPPERS
+from polyattn_models.multimodal import DRAFTS, NAMED, WRAPPERS
 from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variations import variations
@@ -28,7 +29,15 @@ transformers.logging.set_verbosity_error()
 
 PUBLISHERS_CODE = {"kimi_k2", "mimo", "minimax_m1", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
 """Types that transformers has no code for."""
-BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama", *WRAPPERS}
+BY_THEIR_TOWERS = {
+    "gemma3n",
+    "llama4_vision_model",
+    "mllama",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    *WRAPPERS,
+    *NAMED,
+}
 """Needs a library for images, or images; the towers are compared by themselves."""
 BY_ATTRIBUTES = {"bloom", "mpt"}
 """Models that add ALiBi outside any attention interface: compared below."""
@@ -159,6 +168,26 @@ def test_windowed_layers_have_a_base_of_their_own_only_where_no_parameters_are(
     values = tiny_values(CONFIG_MAPPING["dots3_note_text"]) | changes
     config = CONFIG_MAPPING["dots3_note_text"](**copy.deepcopy(values))
     compare(config, {"model_type": "dots3_note_text", "dtype": "float32"} | copy.deepcopy(values))
+
+
+SEVERAL_AXES = (
+    "cohere_compass_text", "cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm_ocr_text",
+    "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", SEVERAL_AXES)
+def test_pairs_follow_the_axes_that_the_modules_have_them_follow(model_type: str) -> None:
+    config = tiny_config(model_type)
+    model, (spec, *_) = build(config), model_layers(config).specs
+    positions = torch.randint(0, 50, (3, 23))
+    positions[:, 0] = 0
+    tokens = torch.randint(3, 60, (1, 23))
+    (call, *_) = oracle.record(model, input_ids=tokens, position_ids=positions[:, None])
+    query = call.query[0].transpose(0, 1).double()
+    assert spec.rope is not None and spec.rope.sections is not None
+    expected = rotate(query[:1].expand_as(query), positions, spec.rope)
+    torch.testing.assert_close(query, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sweep

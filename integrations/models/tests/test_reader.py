@@ -71,7 +71,7 @@ RWKV6_OF_FLA = {
 """The fields of fla 0.6's class."""
 
 
-def refused(values: dict[str, Any], **options: Any) -> str:
+def refused(values: dict[str, Any] | Path, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         layer_specs(values, **options)
     return str(caught.value)
@@ -454,6 +454,26 @@ def test_a_scheme_of_the_cache_alone_quantises_no_weights() -> None:
     assert is_cache_scale("model.layers.0.self_attn.k_scale") and not is_cache_scale(
         "lm_head.weight"
     )
+
+
+def test_mimo_speaks_of_the_field_that_the_file_has() -> None:
+    values = {"model_type": "mimo_v2_flash"} | tiny_values(CONFIG_MAPPING["mimo_v2_flash"])
+    text = refused(values | {"hybrid_layer_pattern": [0, 0, 1, 1]})
+    assert "hybrid_layer_pattern=[0, 0, 1, 1] must be" in text and "each sixth" in text
+
+
+def test_a_wrappers_text_may_be_an_encoder_and_a_decoder() -> None:
+    bart = {"model_type": "bart", "encoder_layers": 2, "decoder_layers": 3}
+    specs = layer_specs({"model_type": "florence2", "text_config": bart})
+    roles = [spec.role for spec in specs]
+    assert roles == [Role.ENCODER] * 2 + [Role.DECODER, Role.CROSS] * 3
+
+
+def test_a_bad_argument_is_not_the_files_fault(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    text = refused(path, kv_cache_dtype="fp9")
+    assert text.startswith("kv_cache_dtype='fp9' is unknown")
 
 
 @pytest.mark.parametrize(("scheme", "name"), OTHER_SCHEMES)

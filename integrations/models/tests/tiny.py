@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,6 +130,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "index_topk": 8, "layer_types": ["linear_attention"] + ["indexed_attention"] * 3,
         "indexer_types": ["full", "full", "shared", "full"],
     },
+    **{name: {"rope_parameters": MROPE | {"mrope_section": [6, 4, 2]}}
+       for name in ("glm4v_text", "qwen2_5_omni_text", "qwen3_omni_moe_text")},
+    **{name: {"rope_parameters": MROPE | {"mrope_section": [4, 3, 1]}, "head_dim": 16}
+       for name in ("glm_ocr_text", "paddleocr_vl_text", "cosmos3_edge_text")},
+    "glm4v_moe_text": {"rope_parameters": MROPE | {
+        "mrope_section": [3, 2, 1], "partial_rotary_factor": 0.5}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] * 4},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "chameleon": {"vocabulary_map": {"<image>": 5}, "vq_config": {"base_channels": 32}},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen3_vl_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
@@ -182,6 +192,12 @@ BY_NAME = {
     "emu3_text_model": "Emu3ForCausalLM", "siglip_text_model": "SiglipTextModel",
     "mllama_text_model": "MllamaForCausalLM", "step3p5": "Step3p7TextModel",
     "mllama_vision_model": "MllamaVisionModel", "idefics3_vision": "Idefics3VisionTransformer",
+    "granite4_vision_text": "Granite4VisionTextModel", "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "models.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextModel",
+    "paddleocr_vl_text": "models.paddleocr_vl.modeling_paddleocr_vl.PaddleOCRTextModel",
+    "voxtral_realtime_text":
+        "models.voxtral_realtime.modeling_voxtral_realtime.VoxtralRealtimeTextModel",
 }  # fmt: skip
 """Types that transformers has no automatic class for."""
 
@@ -207,7 +223,7 @@ def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
             autos = autos[1:]
     named = BY_NAME.get(config.model_type)
     if named:
-        autos = [_Named(getattr(transformers, named))]
+        autos = [_Named(operator.attrgetter(named)(transformers))]
     for auto in autos:
         try:
             with torch.device("meta"):
@@ -260,6 +276,8 @@ def inputs_of(model: torch.nn.Module, config: Any) -> dict[str, Any]:
         return {"input_features": features}
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens[:, :11], "use_cache": False}
+    if kind == "voxtral_realtime_text":
+        return {"input_ids": tokens, "t_cond": torch.randn(1, 1, config.hidden_size)}
     if kind == "mllama_text_model":
         return {"input_ids": tokens, "cross_attention_states": torch.randn(1, 7, 96)}
     return {"input_ids": tokens}

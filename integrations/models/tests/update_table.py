@@ -47,6 +47,10 @@ MODELS: dict[str, tuple[str, ...]] = {
     "Qwen2-VL": ("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
     "Qwen2.5-VL": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
     "Qwen3-VL": ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision", "qwen3_vl_moe"),
+    "Qwen2.5-Omni": ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_omni_text"),
+    "Qwen3-Omni": ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
+    "GLM-4.1V": ("glm4v", "glm4v_text"), "GLM-4.5V": ("glm4v_moe", "glm4v_moe_text"),
+    "Mistral Small 4": ("mistral4",), "Molmo 2": ("molmo2", "molmo2_text"),
     "xLSTM": ("xlstm",),
 }  # fmt: skip
 HEAD = """# Which models are read
@@ -82,7 +86,9 @@ caches, masks and rotations read for every type.
 `ignore` names fields that don't affect attention. `strict=False` warns instead of refusing. Commands
 take `--assume` and `--ignore`.
 
-## Caches
+## Dtypes and caches
+
+A config without `dtype` (in older files `torch_dtype`) is read as bfloat16.
 
 If a checkpoint stores scales for an e4m3 cache (`kv_cache_scheme`, `kv_cache_quant_algo`, Quark's
 `kv_cache_group`), its layers have `kv_cache_dtype="fp8_e4m3"`; for ModelOpt's NVFP4, `"nvfp4"`; for a

@@ -10,9 +10,10 @@ import pytest
 import torch
 from chips import h200
 from interpreting import interpreted
-from polyattn import IndexerSpec, LayerSpec
+from polyattn import Batch, IndexerSpec, LayerSpec, SparseSpec
 from polyattn.conformance.cases.index import layer_for
 from polyattn.families.sparse.index_workload import IndexWorkload
+from polyattn.kernel import IndexFrame, Plan
 from polyattn.workload.dice import Dice
 
 pytest.importorskip("triton")
@@ -56,6 +57,22 @@ MSA = IndexerSpec(
     num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1
 )
 QSA = IndexerSpec(num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True)
+
+
+@pytest.mark.parametrize("level", [False, True])
+def test_a_grid_has_no_more_programs_than_its_second_axis_takes(level: bool) -> None:
+    """At a level each token has a program of its own."""
+    tokens = 70_000
+    indexer = IndexerSpec(num_heads=1, head_size=16, budget=4, tokens_per_entry=8192)
+    sparse = SparseSpec(budget=4, tokens_per_entry=8192)
+    spec = LayerSpec(kind="sparse", num_heads=1, head_size=16, sparse=sparse, indexer=indexer)
+    spec = replace(spec, batch_invariant=level)
+    pieces: list[slice] = []
+    backend = TritonIndex(spec, None, device_of("sm_90"))
+    with patch.object(TritonIndex, "_piece", lambda self, *given: pieces.append(given[2])):
+        backend.run(Plan(Batch.from_lens([tokens], [tokens])), IndexFrame(*[torch.zeros(0)] * 5))
+    assert [each.start for each in pieces] == [0, *(each.stop for each in pieces[:-1])]
+    assert pieces[-1].stop == tokens and all(each.stop - each.start <= 65535 for each in pieces)
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to keys and values that are passed whole. Forward only: gradients are refused.
 
-    Rows are dense, or packed one sequence after another; then `query_lens` has their lengths.
+    Rows are dense, or packed one sequence after another; then `query_lens` has their lengths. It plans
+    on the host, which `torch.compile` can't trace: there call a layer, or
+    `torch.compiler.disable(attention)`.
 
     Args:
         query: dense (batch, queries, num_heads, head_size), or packed (tokens, num_heads, head_size).

@@ -16,6 +16,7 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.registry.discovery import generation
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import refuse_gradients
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import Settings, current_settings
@@ -253,4 +254,7 @@ def _per_head(
     if (tensor is not None) != wanted or (tensor is not None and tensor.shape != (spec.num_heads,)):
         shape = None if tensor is None else tuple(tensor.shape)
         raise BatchError(f"{name} has shape {shape}; {spec} takes one number a query head")
-    return None if tensor is None else tensor.detach().to(like.device, torch.float32).contiguous()
+    if tensor is None:
+        return None
+    refuse_gradients(**{name: tensor})
+    return tensor.detach().to(like.device, torch.float32).contiguous()

@@ -26,6 +26,10 @@ def bad_input(
     actual = f"{tuple(tensor.shape)} of {tensor.dtype}"
     if device is not None:
         wanted, actual = f"{wanted} on {device}", f"{actual} on {tensor.device}"
+    if name == "query" and dtype is not None and tensor.dtype is not dtype:
+        by = "qkv_dtype" if dtype.itemsize == 1 else "dtype"
+        default = "; the default, also of a config without one, is bfloat16" * (by == "dtype")
+        wanted += f". LayerSpec.{by} sets the dtype{default}"
     return BatchError(f"{name} is {actual}; it must be {wanted}")
 
 

@@ -17,7 +17,8 @@ class Weight:
     Kernels read the tensor itself if it has that form, else a copy, which is refreshed whenever the
     tensor has changed. So values count that are loaded after the layer was built, copied, pickled or
     moved, or was on the meta device. A parameter that was replaced (`load_state_dict(assign=True)`) is
-    another tensor: assign it to `tensor`. `offset` is added to a copy.
+    another tensor: assign it to `tensor`. torch doesn't count writes through `parameter.data`: after the
+    layer's first call, assign the parameter to `tensor` again. `offset` is added to a copy.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Weight:
         self._seen: tuple[int, int] | None = None
         if tensor.device.type != "meta":
             self.current()
+            self._seen = None  # loaders write through `.data`, which counts no version
 
     @classmethod
     def per_head(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum, IntEnum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from polyattn.errors import SpecError, nearest
@@ -70,20 +71,32 @@ def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
         raise SpecError(f"{of}: {error}") from error
 
 
-def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, or from `derived` values, as JSON values."""
-    out: dict[str, Any] = {}
+def _changed(spec: Any, derived: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that differ from their defaults, or from `derived` values; enums as words."""
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if value == derived.get(field.name, field.default):
             continue
         if isinstance(value, Enum):
             value = value.name.lower() if isinstance(value, IntEnum) else value.value
-        elif isinstance(value, tuple):
+        yield field.name, value
+
+
+def short_repr(spec: Any, derived: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return code that builds a spec, or a part of one, without the fields that have their defaults."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in _changed(spec, derived))
+    return f"{type(spec).__name__}({fields})"
+
+
+def as_fields(spec: Any, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, or from `derived` values, as JSON values."""
+    out: dict[str, Any] = {}
+    for name, value in _changed(spec, derived):
+        if isinstance(value, tuple):
             value = list(value)
         elif hasattr(value, "to_dict"):
             value = value.to_dict()
         elif dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)  # type: ignore[arg-type]
-        out[field.name] = value
+        out[name] = value
     return out

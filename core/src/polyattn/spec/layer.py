@@ -21,6 +21,7 @@ from polyattn.spec.fields import (
     from_fields,
     member,
     no_field,
+    short_repr,
 )
 from polyattn.spec.invariance import check_invariance
 from polyattn.spec.kinds import (
@@ -349,7 +350,7 @@ class LayerSpec:
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
-        The distribution `polyattn-models` reads the config.
+        The distribution `polyattn-models` reads the config. Without a dtype it is a bfloat16 model's.
 
         Args:
             config: a mapping, a config object, or the path of a `config.json` or of its directory.
@@ -370,6 +371,9 @@ class LayerSpec:
         """
         options = {"ignore": ignore, "strict": strict, "kv_cache_dtype": kv_cache_dtype}
         return list(model_reader().layer_specs(config, assume=assume, **options))
+
+    def __repr__(self) -> str:
+        return short_repr(self, self._derived() | {"scale": 1.0 / math.sqrt(self.head_size)})
 
     def __str__(self) -> str:
         """Return one line for logs: the layer's unusual fields only."""

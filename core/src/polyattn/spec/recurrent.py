@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError, choice, flag, integer
+from polyattn.spec.fields import short_repr
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
 STATE_DTYPES = ("auto", "bfloat16", "float16")
@@ -52,6 +53,8 @@ class RecurrentSpec:
     channel_groups: int = 1
     bc_in_float32: bool = False
     state_dtype: str = "auto"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         integer("recurrent.state_size", self.state_size, 0)

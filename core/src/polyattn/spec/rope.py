@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import SpecError, choice, shown
-from polyattn.spec.fields import as_fields, from_fields
+from polyattn.spec.fields import as_fields, from_fields, short_repr
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -90,6 +90,8 @@ class RopeSpec:
     temperature_offset: int = 0
     temperature_power: float = 0.0
     learned: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("short_factors", "long_factors", "sections"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import SpecError, choice, flag, integer, number
-from polyattn.spec.fields import from_fields
+from polyattn.spec.fields import from_fields, short_repr
 from polyattn.spec.kinds import ITEM_BYTES
 
 REDUCTIONS = ("softmax", "mean")
@@ -40,6 +40,8 @@ class CompressorSpec:
     reduction: str = "softmax"
     overlap: bool = False
     drafts: int = 0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         integer("compressor.size", self.size, 1)
@@ -141,6 +143,8 @@ class SparseSpec:
     shares_softmax: bool = False
     turns_back: bool = False
     compressor: CompressorSpec | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("budget", "granularity", "tokens_per_entry"):
@@ -250,6 +254,8 @@ class IndexerSpec:
     within: int | None = None
     cache_dtype: str = "auto"
     compressor: CompressorSpec | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_size", "tokens_per_entry", "pool"):

@@ -54,7 +54,7 @@ def layer_specs(
     """Return the specs of the layers that a model serves text with, in order.
 
     `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of its
-    directory.
+    directory. One without a dtype is read as bfloat16.
 
     - `assume`: the `model_type` to read it as.
     - `ignore`: fields that are known not to change attention.
@@ -98,7 +98,10 @@ def model_layers(
         layers = reader(cfg)
         check_fields(cfg, assume is not None, ignore, strict)
         if kv_cache_dtype in (None, "auto"):
-            kv_cache_dtype = cache_dtype_of(cfg)
-        return model_of(source, model, layers, kv_cache_dtype)
+            return model_of(source, model, layers, cache_dtype_of(cfg))
     except SpecError as error:
         raise ConfigError(f"{source}: {error}") from error
+    try:
+        return model_of(source, model, layers, kv_cache_dtype)
+    except SpecError as error:  # of the argument, which no file says
+        raise ConfigError(str(error)) from error

@@ -96,8 +96,9 @@ def stack(
     return [one.layer(cfg, i, kind) if isinstance(one, Decoder) else one for i, kind, one in made]
 
 
-_HEADS = """qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text dots1 glm4_moe exaone4 exaone_moe apertus
-afmoe hy_v3 gemma3n_text gemma4_text gemma4_unified_text beam flint kolibri1 laguna lfm3 mellum"""
+_HEADS = """qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text dots1 glm4_moe
+exaone4 exaone_moe apertus afmoe hy_v3 gemma3n_text gemma4_text gemma4_unified_text beam flint
+kolibri1 laguna lfm3 mellum"""
 _FROM_ONE = "gemma3_text qwen3_next qwen3_5_text qwen3_5_moe_text step3p5 minimax_m3_vl_text"
 _TOKENS = "olmo2 olmo3 olmoe flex_olmo olmo_hybrid minimax_m2"
 NORMED: dict[str, tuple[str, float]] = {

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyattn import LayerSpec, RopeSpec
+from polyattn import LayerSpec, NormSpec, RopeSpec
 
 from polyattn_models.attention import (
     Decoder,
@@ -17,7 +17,7 @@ from polyattn_models.attention import (
     stack,
     window,
 )
-from polyattn_models.config import Config
+from polyattn_models.config import Config, unknown_choice
 from polyattn_models.decoders import sliding_alone
 from polyattn_models.layers import Reader, Stack
 from polyattn_models.patterns import CONV, FULL, SLIDING, every, named, starting
@@ -110,6 +110,44 @@ def cohere2_moe(cfg: Config) -> Stack:
     return layers
 
 
+def molmo2_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
+    """Only the layers that `rope_scaling_layers` lists are stretched; null: all are."""
+    listed = cfg.items("rope_scaling_layers", int)
+    rope = read_rope(cfg, size)
+    if listed is None or index in listed:
+        return rope
+    return RopeSpec(rotary_size=rope.rotary_size, base=rope.base)
+
+
+def molmo2(cfg: Config) -> Stack:
+    """Molmo 2: text that attends causally; image tokens among it see each other both ways."""
+    over = {"qwen3": "head", "olmo": "token"}
+    kind = cfg.get("qk_norm_type", default="qwen3")
+    if kind not in over:
+        raise unknown_choice(cfg, "qk_norm_type", kind, list(over))
+    norm = NormSpec(over=over[kind], eps=cfg.number("rms_norm_eps") or 0.0)
+    return [layer.replace(qk_norm=norm) for layer in Decoder(rope=molmo2_rope)(cfg)]
+
+
+def muse_types(cfg: Config, count: int) -> list[str]:
+    """The last layer, and every fourth before it, sees everything."""
+    return [SLIDING if (count - 1 - i) % 4 else FULL for i in range(count)]
+
+
+def muse(theta: float) -> Decoder:
+    """Return Meta's Muse: one base for all layers, and no positions where a layer's own is 0."""
+
+    def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
+        count = cfg.need("num_hidden_layers")
+        bases = cfg.get("layer_rope_theta") or [k == SLIDING for k in muse_types(cfg, count)]
+        if not isinstance(bases, list) or len(bases) != count:
+            raise cfg.error("layer_rope_theta", bases, f"must be {count} numbers")
+        stated = read_rope(cfg, size, default={"rope_type": "default", "rope_theta": theta})
+        return stated if bases[index] else None
+
+    return Decoder(types=muse_types, listed=True, window=needed_window, rope=rope)
+
+
 def kolibri_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
     """Full attention has no positions in a model with windows."""
     return None if kind == FULL and window(cfg) is not None else read_rope(cfg, size)
@@ -162,7 +200,8 @@ def mimo(cfg: Config) -> Stack:
     derived = [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     pattern = cfg.items("hybrid_layer_pattern", int, count)
     if pattern is not None and pattern != [int(kind == SLIDING) for kind in derived]:
-        raise cfg.error("hybrid_layer_pattern", pattern, "isn't that of layer_types; drop one")
+        remedy = "must be 0 for the first layer and each sixth, else 1; state others by layer_types"
+        raise cfg.error("hybrid_layer_pattern", pattern, remedy)
     types = cfg.items("layer_types", str, count) or derived
     types = named(cfg, "layer_types", types, (FULL, SLIDING))
     rope = rope_by_type(MIMO_ROPE, 0.334)
@@ -340,6 +379,9 @@ READERS: dict[str, Reader] = {
         rope=sliding_alone(),
     ),
     "beam": beam,
+    "molmo2_text": molmo2,
+    "muse_glimmer_text": muse(10000.0),
+    "muse_spark_text": muse(500000.0),
     "mimo_v2_flash": mimo,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), gemma4),
     "lfm3": lfm3,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from polyattn import LayerSpec, RopeSpec
@@ -27,7 +26,7 @@ from polyattn_models.patterns import (
     starting,
     upper_layers,
 )
-from polyattn_models.rotary import nested_parameters, parameters, read_rope
+from polyattn_models.rotary import nested_parameters, parameters, read_rope, with_temperature
 
 YARN_GPT_OSS = {
     "rope_type": "yarn",
@@ -149,18 +148,6 @@ def ministral3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     rope = read_rope(cfg, size, default=YARN_MINISTRAL)
     params = parameters(cfg, kind, YARN_MINISTRAL)
     return with_temperature(cfg, rope, params)
-
-
-def with_temperature(cfg: Config, rope: RopeSpec, params: dict[str, Any]) -> RopeSpec:
-    """Return the rope with Mistral's temperature, `llama_4_scaling_beta`."""
-    beta = params.get("llama_4_scaling_beta")
-    if not beta:
-        return rope
-    if not isinstance(beta, (int, float)):
-        raise cfg.error("rope_parameters.llama_4_scaling_beta", beta, "must be a number")
-    return dataclasses.replace(
-        rope, temperature=float(beta), temperature_length=rope.original_length
-    )
 
 
 def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
@@ -313,11 +300,16 @@ READERS: dict[str, Reader] = {
          "flex_olmo", "aria_text", "internlm3", "iquestcoder", "hy_v3", "emu3_text_model"),
         LLAMA,
     ),
-    **dict.fromkeys(("mistral", "mixtral", "starcoder2"), MISTRAL),
+    **dict.fromkeys(("chameleon", "deepseek_ocr2_text"), Decoder(head_dim=False)),
+    **dict.fromkeys(("mistral", "mixtral", "starcoder2", "voxtral_realtime_text"), MISTRAL),
     **dict.fromkeys(("helium", "ernie4_5", "ernie4_5_moe", "cohere"), GPTJ_PAIRS),
     **dict.fromkeys(("glm", "glm4"), Decoder(rope=rotary(pairing="gptj", partial=0.5))),
     **dict.fromkeys(("phi", "nemotron", "glm4_moe"), Decoder(rope=rotary(partial=0.5))),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), GRANITE),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoeshared", "hyperclovax", "granite4_vision_text",
+         "granite_docling_text"),
+        GRANITE,
+    ),
     "apertus": Decoder(rope=rotary(default=LLAMA3 | {"rope_theta": 12e6})),
     "cwm": Decoder(
         types=starting(4), listed=True, window=window,

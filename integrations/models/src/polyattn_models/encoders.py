@@ -15,6 +15,7 @@ from polyattn_models.rotary import nested_parameters, read_rope
 
 RELATIVE_BIAS = "a learned relative position bias"
 PREFIX = "a mask that is causal only beyond a prefix"
+GLOBAL_TOKENS = "windows beside tokens that see, and are seen by, everything"
 RANDOM_BLOCKS = "a mask of blocks that are drawn at random in each call"
 ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}
 
@@ -207,12 +208,12 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
          "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie",
-         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod"),
+         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod", "ibert", "tapas"),
         encoder(),
     ),
     "roformer": encoder(rope=roformer_rope),
     "big_bird": big_bird,
-    "xlm": xlm,
+    **dict.fromkeys(("xlm", "flaubert"), xlm),
     "git": git,
     "trocr": trocr,
     **dict.fromkeys(
@@ -220,7 +221,10 @@ READERS: dict[str, Reader] = {
          "smolvlm_vision"),
         encoder("vision"),
     ),
-    "nomic_bert": encoder(rope=lambda cfg, size: read_rope(cfg, size), head_dim=True),
+    **dict.fromkeys(
+        ("nomic_bert", "gte", "jina_embeddings_v3"),
+        encoder(rope=lambda cfg, size: read_rope(cfg, size), head_dim=True),
+    ),
     "esm": esm,
     "modernbert": modernbert(causal=False),
     "modernbert-decoder": modernbert(causal=True),
@@ -229,11 +233,19 @@ READERS: dict[str, Reader] = {
     "siglip": two_towers(causal_text=False),
     **dict.fromkeys(
         ("bart", "mbart", "whisper", "marian", "pegasus", "m2m_100", "blenderbot",
-         "blenderbot-small", "plbart"),
+         "blenderbot-small", "plbart", "nllb-moe"),
         encoder_decoder,
     ),
     "mvp": mvp,
     "bigbird_pegasus": bigbird_pegasus,
+    **dict.fromkeys(("longformer", "led", "pegasus_x"), unserved(GLOBAL_TOKENS)),
+    "longt5": unserved("local blocks beside summaries of all blocks"),
+    "fnet": unserved("Fourier transforms in place of attention"),
+    "nystromformer": unserved("attention over landmarks of queries and keys"),
+    **dict.fromkeys(("yoso", "mra"), unserved("attention that samples or approximates its weights")),
+    "funnel": unserved("queries that are pooled from layer to layer"),
+    "convbert": unserved("a convolution of spans beside attention"),
+    "perceiver": unserved("latents that attend to the whole input"),
     "prophetnet": unserved("streams of n-grams with a relative position bias"),
     **dict.fromkeys(("t5", "mt5", "umt5"), t5),
     **dict.fromkeys(("mpnet", "deberta", "deberta-v2"), biased),

@@ -10,7 +10,7 @@ from polyattn import AttentionKind, IndexerSpec, LatentSpec, LayerSpec, RopeSpec
 from polyattn_models.config import Config
 from polyattn_models.layers import Reader, Stack
 from polyattn_models.patterns import FULL, SLIDING, named
-from polyattn_models.rotary import parameters, read_rope, yarn_mscale
+from polyattn_models.rotary import parameters, read_rope, with_temperature, yarn_mscale
 
 
 def latent_attention(
@@ -78,6 +78,32 @@ def neox_latent(cfg: Config) -> Stack:
 
 def _stack(cfg: Config, pairing: str) -> Stack:
     rope = read_rope(cfg, cfg.need("qk_rope_head_dim"), pairing=pairing)
+    return [latent_attention(cfg, rope)] * cfg.need("num_hidden_layers")
+
+
+MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Mistral Small 4's rotation where the file has none."""
+
+
+def mistral4(cfg: Config) -> Stack:
+    """Mistral Small 4: the query has a temperature, and `head_dim` is that of the whole key."""
+    size = cfg.need("qk_nope_head_dim") + cfg.need("qk_rope_head_dim")
+    part = cfg.need("qk_rope_head_dim") / size
+    cfg.only("head_dim", size)
+    stated = cfg.get("rope_scaling") or cfg.get("rope_parameters") or MISTRAL4_ROPE
+    cfg.values.update(rope_parameters=stated, rope_scaling=None, head_dim=None)
+    rope = read_rope(cfg, size, pairing=_pairing(cfg, True), partial=part)
+    rope = with_temperature(cfg, rope, parameters(cfg, FULL, None))
     return [latent_attention(cfg, rope)] * cfg.need("num_hidden_layers")
 
 
@@ -280,6 +306,7 @@ def _sparse(cfg: Config, indexed: list[bool], pairing: str = "gptj") -> list[Lay
 READERS: dict[str, Reader] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek),
     "deepseek_v2": deepseek_v2,
+    "mistral4": mistral4,
     "minicpm3": neox_latent,
     **dict.fromkeys(("deepseek_v32", "axk2"), deepseek_sparse),
     "hy_v4": hy_sparse,

@@ -13,6 +13,7 @@ from polyattn_models.attention import Decoder, head_sizes, optional_window, rota
 from polyattn_models.config import Config
 from polyattn_models.layers import Missing, Reader, Stack, Towers, towers_of, unserved
 
+OTHER_AXES = "a rotary embedding whose pairs follow other axes than sections name"
 CONVOLVED = "convolutions of keys and values before attention"
 DRAFTS = "the keys of another model, for which it drafts"
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
@@ -24,14 +25,26 @@ QWEN_VL = Decoder(
 )
 
 QWEN3_VL = Decoder(rope=rotary(sections=(24, 20, 20), interleaved=True))
+GLM_SECTIONS = (8, 12, 12)
+
+
+def glm4v(cfg: Config) -> Stack:
+    """GLM-4.1V: a head is what the width leaves for it."""
+    cfg.only("head_dim", cfg.need("hidden_size") // cfg.need("num_attention_heads"))
+    rope = rotary(pairing="gptj", partial=1.0, sections=GLM_SECTIONS)
+    return Decoder(head_dim=False, rope=rope)(cfg)
 
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 WRAPPERS = (
-    "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fast_vlm",
-    "got_ocr2", "hyperclovax_vision_v2", "idefics2", "internvl", "janus", "kimi_k25", "lfm2_vl",
-    "lighton_ocr", "llava_next_video", "moss_transcribe_diarize", "ovis2", "perception_lm", "qianfan_ocr",
-    "qwen2_audio", "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cosmos3_omni", "deepseek_vl",
+    "deepseek_vl_hybrid", "exaone4_5", "fast_vlm", "florence2", "fun_asr_nano", "glmasr", "got_ocr2",
+    "granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "instructblip",
+    "instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr",
+    "llava_next_video", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "moss_transcribe_diarize",
+    "musicflamingo", "nemo_speechlm", "nemotron_h_omni", "ovis2", "perception_lm", "pp_chart2table",
+    "qianfan_ocr", "qwen2_audio", "qwen3_asr", "shieldgemma2", "vibevoice", "vibevoice_asr",
+    "video_llama_3", "video_llava", "vipllava", "voxtral",
 )  # fmt: skip
 """Types whose text is a model of the type that `text_config` names, with that model's own masks."""
 
@@ -47,7 +60,8 @@ def towers(text_type: str, vision_type: str = "") -> Callable[[Config], Towers]:
 
     def read(cfg: Config) -> Towers:
         text = _text_part(cfg, text_type)
-        out = {"text": towers_of(tower_reader(text)(text))["text"]}
+        read = towers_of(tower_reader(text)(text))
+        out: Towers = {"text": [layer for stack in read.values() for layer in stack]}
         if cfg.get("vision_config") is not None or vision_type:
             out["vision"] = _vision(cfg.part("vision_config", vision_type))
         if cfg.get("audio_config") is not None:
@@ -87,7 +101,8 @@ def _vision(part: Config) -> Stack:
     if part.model_type not in TOWERS:
         for name in part.values:
             part.get(name)
-        return [Missing(f"vision towers of type {part.model_type!r}")]
+        kind = f" of type {part.model_type!r}" if part.model_type else ""
+        return [Missing(f"vision towers{kind}")]
     return next(iter(towers_of(TOWERS[part.model_type](part)).values()))
 
 
@@ -169,8 +184,18 @@ TOWERS: dict[str, Reader] = {
     **hybrids.READERS,
     **mla.READERS,
     **encoders.READERS,
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), QWEN_VL),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), QWEN3_VL),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), QWEN_VL),
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "cosmos3_edge_text"), QWEN3_VL
+    ),
+    "glm4v_text": glm4v,
+    "glm_ocr_text": Decoder(rope=rotary(pairing="gptj", partial=1.0, sections=GLM_SECTIONS)),
+    "glm4v_moe_text": Decoder(rope=rotary(partial=0.5, sections=GLM_SECTIONS)),
+    "paddleocr_vl_text": Decoder(rope=rotary(sections=(16, 24, 24))),
+    "ernie4_5_vl_moe_text": unserved(OTHER_AXES),
+    "hunyuan_vl_text": unserved(OTHER_AXES),
+    "unlimited_ocr_text": unserved("a window beside a prompt that every token sees"),
+    "diffusion_gemma_text": unserved("a canvas whose tokens see each other both ways"),
     **dict.fromkeys(
         ("pixtral", "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision",
          "llama4_vision_model", "qwen3_5_vision", "qwen3_5_moe_vision"),
@@ -184,6 +209,25 @@ TOWERS: dict[str, Reader] = {
     "mllama_text_model": mllama_text,
     "mllama_vision_model": mllama_vision,
 }  # fmt: skip
+
+_OWN_TEXT = """aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma ernie4_5_vl_moe glm4v
+glm4v_moe glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 molmo2
+muse_glimmer muse_spark paddleocr_vl unlimited_ocr voxtral_realtime"""
+NAMED = {
+    "glm46v": "glm4v_text",
+    "glmga": "glm4v_text",
+    "inkling_mm_model": "inkling_text",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
+    **{name: f"{name}_text" for name in _OWN_TEXT.split()},
+}
+"""Types with towers, and the type of their text where `text_config` names none."""
+
+
+def thinker(model_type: str) -> Reader:
+    """Return the reader of a model that thinks in text; its speech is another model's."""
+    return lambda cfg: towers(NAMED[model_type])(cfg.part("thinker_config", model_type))
+
 
 READERS: dict[str, Reader] = {
     **TOWERS,
@@ -207,6 +251,9 @@ READERS: dict[str, Reader] = {
     "qwen4_exp": towers("qwen4_exp_text", "qwen4_exp_vision"),
     "emu3": towers("emu3_text_model"),
     "fuyu": towers("persimmon"),
+    **{name: towers(text) for name, text in NAMED.items()},
+    "qwen2_5_omni": thinker("qwen2_5_omni_thinker"),
+    "qwen3_omni_moe": thinker("qwen3_omni_moe_thinker"),
     "llama4": towers("llama4_text", "llama4_vision_model"),
     "mllama": towers("mllama_text_model", "mllama_vision_model"),
     "qwen2_vl": towers("qwen2_vl_text", "qwen2_vl_vision"),

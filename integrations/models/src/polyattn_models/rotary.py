@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -107,6 +108,18 @@ def read_rope(
         sections=sections and _sections(cfg, params.get("mrope_section") or sections),
         sections_interleaved=interleaved,
         **scaling,
+    )
+
+
+def with_temperature(cfg: Config, rope: RopeSpec, params: Mapping[str, Any]) -> RopeSpec:
+    """Return the rope with Mistral's temperature, `llama_4_scaling_beta`."""
+    beta = params.get("llama_4_scaling_beta")
+    if not beta:
+        return rope
+    if not isinstance(beta, (int, float)):
+        raise cfg.error("rope_parameters.llama_4_scaling_beta", beta, "must be a number")
+    return dataclasses.replace(
+        rope, temperature=float(beta), temperature_length=rope.original_length
     )
 
 

@@ -29,6 +29,8 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
 
 SCORES = 256 << 20
 """Bytes of scores that are held at a time: longer steps come in pieces."""
+TOKENS = 65_535
+"""Tokens of a piece, at most: as many programs as a GPU takes in a grid's second axis."""
 PART = 16384
 """Candidates that a program ranks, all in registers."""
 FEW = 2048
@@ -174,7 +176,7 @@ class TritonIndex(IndexBackend):
             spec, entries
         )  # rows of scores, and of groups' best, are whole vectors
         width = -(-max(entries, 1) // (vector * pooled(spec))) * vector
-        most = max(1, SCORES // (4 * width * spec.choices))
+        most = min(max(1, SCORES // (4 * width * spec.choices)), TOKENS)
         for start in range(0, batch.num_tokens, most):
             self._piece(frame, batch, slice(start, min(start + most, batch.num_tokens)), width)
 

@@ -51,15 +51,17 @@ class Entries(NamedTuple):
             block_size: entries of a block.
 
         Returns:
-            int64 (num_entries,); -1 where no group was closed.
+            int64 (num_entries,); -1 where no group was closed, and where the table has no block for the
+            entry: a plan refuses such a table.
 
         """
         if not block_table.shape[1]:  # no sequence has an entry
             return torch.full_like(self.ids, -1)
-        at = self.ids.clamp(min=0)
-        column = (at // block_size).clamp(max=block_table.shape[1] - 1)
-        places = block_table[self.seqs, column].long() * block_size + at % block_size
-        return places.masked_fill(self.ids < 0, -1)
+        width = block_table.shape[1]
+        there = (self.ids >= 0) & (self.ids < width * block_size)
+        at = self.ids.clamp(0, width * block_size - 1)
+        places = block_table[self.seqs, at // block_size].long() * block_size + at % block_size
+        return places.masked_fill(~there, -1)
 
 
 class Compressor:

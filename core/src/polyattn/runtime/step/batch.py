@@ -238,20 +238,27 @@ class Batch:
             exact: no graph reads the buffers, which hold `starts` and `lens`.
 
         Raises:
-            BatchError: `slot_mapping` isn't int64, or a buffer isn't contiguous, so it would be copied.
+            BatchError: a buffer is too short, has another dtype, or isn't contiguous.
 
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
-        for name, buffer, stays in (
-            ("slot_mapping", slot_mapping, batch.slot_mapping is slot_mapping),
-            ("query_start_loc", query_start_loc, query_start_loc.is_contiguous()),
-            ("seq_lens", seq_lens, seq_lens.is_contiguous()),
+        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
+            raise BatchError(
+                f"slot_mapping is {slot_mapping.dtype} with stride {slot_mapping.stride(0)}: what a "
+                "captured graph reads is contiguous, in place, and slots are int64"
+            )
+        for name, buffer, count in (
+            ("query_start_loc", query_start_loc, len(starts)),
+            ("seq_lens", seq_lens, len(lens)),
         ):
-            if buffer is not None and not stays:
+            if buffer.dtype is not torch.int32 or buffer.dim() != 1 or len(buffer) < count:
+                actual = f"{name} is {buffer.dtype} of shape {tuple(buffer.shape)}"
+                raise BatchError(f"{actual}: kernels read int32 ({count},)")
+            if not buffer.is_contiguous():
                 raise BatchError(
                     f"{name} is {buffer.dtype} with stride {buffer.stride(0)}: what a captured graph "
-                    "reads is contiguous, in place, and slots are int64"
+                    "reads is contiguous, in place"
                 )
         batch.query_start_loc, batch.seq_lens = query_start_loc, seq_lens
         batch.lens_are_bounds = not exact
