@@ -253,7 +253,10 @@ class TritonAttention(AlikeAttention):
         for plan in plans:
             source = frame.key if frame.cache is None else frame.cache.key
             assert source is not None
-            self.merge(plan, frame.params, frame.out, frame.lse, source.dtype.itemsize == 1)
+            self.merge(
+                plan, frame.params, frame.out, frame.lse, source.dtype.itemsize == 1,
+                followed=plan is not plans[-1],
+            )  # fmt: skip
         plans.clear()
 
     def _prefill(
@@ -553,13 +556,18 @@ class TritonAttention(AlikeAttention):
         out: Tensor,
         lse: Tensor | None,
         quantized: bool,
+        followed: bool = False,
     ) -> None:
-        """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits."""
+        """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits.
+
+        `followed`: by another merge.
+        """
         v_scale = 1.0
         if not self.by_tensors:
             v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        self.merger(plan, params.sinks, self._scales(out, params)[2:], v_scale, out, lse, strides)
+        scales = self._scales(out, params)[2:]
+        self.merger(plan, params.sinks, scales, v_scale, out, lse, strides, followed)
 
 
 def _site(
