@@ -253,10 +253,8 @@ class TritonAttention(AlikeAttention):
         for plan in plans:
             source = frame.key if frame.cache is None else frame.cache.key
             assert source is not None
-            self.merge(
-                plan, frame.params, frame.out, frame.lse, source.dtype.itemsize == 1,
-                followed=plan is not plans[-1],
-            )  # fmt: skip
+            quantized, followed = source.dtype.itemsize == 1, plan is not plans[-1]
+            self.merge(plan, frame.params, frame.out, frame.lse, quantized, followed)
         plans.clear()
 
     def _prefill(
