@@ -253,8 +253,7 @@ class TritonAttention(AlikeAttention):
         for plan in plans:
             source = frame.key if frame.cache is None else frame.cache.key
             assert source is not None
-            quantized, followed = source.dtype.itemsize == 1, plan is not plans[-1]
-            self.merge(plan, frame.params, frame.out, frame.lse, quantized, followed)
+            self.merge(plan, frame.params, frame.out, frame.lse, source.dtype.itemsize == 1)
         plans.clear()
 
     def _prefill(
@@ -554,18 +553,13 @@ class TritonAttention(AlikeAttention):
         out: Tensor,
         lse: Tensor | None,
         quantized: bool,
-        followed: bool = False,
     ) -> None:
-        """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits.
-
-        `followed`: by another merge.
-        """
+        """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits."""
         v_scale = 1.0
         if not self.by_tensors:
             v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        scales = self._scales(out, params)[2:]
-        self.merger(plan, params.sinks, scales, v_scale, out, lse, strides, followed)
+        self.merger(plan, params.sinks, self._scales(out, params)[2:], v_scale, out, lse, strides)
 
 
 def _site(

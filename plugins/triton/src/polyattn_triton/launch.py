@@ -135,16 +135,15 @@ def merge_options(merge: Merge, width: int, early: bool) -> dict[str, Any]:
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
     lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
-    followed: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax. `listed`: not of even splits. `followed`: by another merge.
+    `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
         group, width, merge.columns(power(width)), power(width) // merge.columns(power(width)), height,
         merge.rows(height), merge.at_once, listed, tiled, by_token, sinks, lse, early, scales,
-        summed, followed,
+        summed, merge.alike > 0,
     )  # fmt: skip
 
 

@@ -32,12 +32,10 @@ class Merger:
         out: Tensor,
         lse: Tensor | None,
         strides: tuple[int, int, int],
-        followed: bool = False,
     ) -> None:
         """Merge, where `plan.merging` says what. `scales`: of values and of the output.
 
-        `strides`: of the output's tokens and heads, and of the LSE's tokens, in elements. `followed`:
-        by another merge.
+        `strides`: of the output's tokens and heads, and of the LSE's tokens, in elements.
         """
         merging, spec = plan.merging, self.spec
         assert merging is not None
@@ -51,19 +49,11 @@ class Merger:
             merging.few,
             merging.wide,
             merging.alike,
-            followed,
         )
         site = self._sites.get(key)
         if site is None:
             constants = merging_constants(
-                spec,
-                merging,
-                plan.way,
-                plan.rows,
-                lse is not None,
-                self.early,
-                self.summed,
-                followed,
+                spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
             )
             options = merge_options(merging, spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)

@@ -193,14 +193,13 @@ def decode_constants(
 
 
 def merging_constants(
-    spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool,
-    followed: bool,
-) -> tuple[Any, ...]:  # fmt: skip
+    spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool
+) -> tuple[Any, ...]:
     """Return `merge_kernel`'s constants where it merges what a plan of this `way` cut, `rows` a part."""
     singles = way in ("listed", "many", "singles")
     return merge_constants(
         merge, spec.gqa_ratio, spec.v_head_size, rows, tiled(way), singles,
-        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many", followed,
+        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
     )  # fmt: skip
 
 
