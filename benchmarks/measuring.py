@@ -138,6 +138,12 @@ def attend(work: Any) -> Call:
     return work.but(key=None, value=None).call  # type: ignore[no-any-return]
 
 
+def new_output(work: Any) -> Call:
+    """A call without `out`: it returns a new tensor, as libraries' functions do."""
+    layer, inputs, plan = work.layer, work.inputs, work.plan
+    return lambda: layer(*inputs, plan)
+
+
 def unshared(work: Any) -> Call:
     """A call that reads shared blocks once for each sequence: the plan doesn't know of them."""
     batch = work.batch
@@ -243,6 +249,7 @@ class Part:
 PARTS = {
     "layer": Part(lambda work: work.call),
     "attend": Part(attend),
+    "new output": Part(new_output),
     "unshared": Part(unshared),
     "graph": Part(lambda work: captured(work.call)),
     "own graph": Part(lambda work: captured(own_calls(work))),

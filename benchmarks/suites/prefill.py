@@ -41,7 +41,7 @@ ROWS = [
         PLAIN_CUDA | {"cuda": ("TRITON_ATTN", "FLASH_ATTN_V3", "CUDNN_ATTENTION", "TORCH_SDPA")}, LEVEL),
     Row("64 ViT images of 577", LayerSpec(num_heads=16, head_size=64, cached=False, causal=False),
         [(577, 577)] * 64, {"cuda": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN_V3", "CUDNN_ATTENTION")},
-        Bar(1.15, BEST), ["pytorch.sdpa"]),
+        Bar(1.15, BEST), ["pytorch.sdpa"], "new output"),
     Row("CPU: 1 x 2048, float32", LLAMA.replace(dtype="float32"), "q2k", {"cpu": ATTENTION["cpu"]},
         Bar(1.0), VLLM),
     Row("CPU: 4 x 512", LLAMA, "4q512", {"cpu": ATTENTION["cpu"]}, Bar(1.0), VLLM),

@@ -70,6 +70,22 @@ class WritesBesideItsHeads(Plain):
         super().run(plan, frame)
 
 
+class HandsItsWorkspaceOver(Plain):
+    """A call's output is the tensor that the next call writes."""
+
+    by = ("strided_out",)
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.room: dict[tuple[int, ...], Tensor] = {}
+
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        room = self.room.setdefault(frame.out.shape, torch.empty_like(frame.out))
+        room.copy_(frame.out)
+        frame.set_out(room)
+
+
 class Late(Told):
     """Wrong from some call on. `met`: every length so far; `most`: the most sequences of a step."""
 

@@ -183,6 +183,18 @@ class LatestSlots(Scan):
         super().run(plan, frame)
 
 
+class HandsItsRoomOver(Scan):
+    """A call's output is the tensor that the next call writes."""
+
+    by = ("recurrent_out",)
+
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        room = self.__dict__.setdefault("room", torch.empty_like(frame.out))
+        room.copy_(frame.out)
+        frame.set_out(room)
+
+
 class StartsAnewEachChunk(Scan):
     """A prompt's state is dropped after 64 tokens."""
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ahead import compile_phase
+from ahead import compile_phase, launches
 from machine_code import BYTES, code_of, read_unwritten, unwritten_in
 from polyattn import LayerSpec
 
@@ -41,6 +41,19 @@ def test_what_nothing_wrote_is_told_of_the_kernel_that_reads_it() -> None:
     assert not read_unwritten([("whole", code)])
     cut = read_unwritten([("whole", code), ("cut", code[8 * BYTES :]), ("whole", code)])
     assert cut and all(text.startswith("cut: ") for text in cut)
+
+
+@pytest.mark.parametrize("level", ["none", "batch"])
+def test_merges_let_only_merges_be_scheduled(level: str) -> None:
+    """At a level a step's classes are merged one after another. Else the 4 us of it are for nothing."""
+    spec = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128, batch_invariant=level)
+    steps = launches(spec, "sm_90", [(1, 5000), (1, 9000), (4, 9000), (8, 700)])
+    merges = [launch for launch in steps if launch.name == "merge_kernel"]
+    assert len(merges) == 1 + (level != "none")
+    codes = [launch.compiled("sm_90").asm["ptx"] for launch in merges]
+    lets = ["griddepcontrol.launch_dependents" in code for code in codes]
+    assert lets == [level != "none"] * len(merges)
+    assert all("griddepcontrol.wait" in code for code in codes)
 
 
 EIGHT_BITS = [

@@ -112,12 +112,14 @@ class BoundCall:
             lse = query.new_empty(self.step.lse_shape, dtype=torch.float32)
         of_query, of_key, of_value = self.views
         query, key = self._tokens(query, of_query), self._tokens(key, of_key)
-        frame = Frame(query, key, self._tokens(value, of_value), None, params, out, lse)
+        value = self._tokens(value, of_value)
+        frame = Frame(query, key, value, None, params, out, lse, None, fresh=True)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
                 self.run(frame)
         else:
             self.run(frame)
+        out = frame.out
         if self.packed:
             return out, lse
         out = out.as_strided(self.out_shape, self.out_stride)

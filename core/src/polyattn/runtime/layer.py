@@ -92,8 +92,9 @@ class Layer(nn.Module, ABC):
         cache: Any,
         out: Tensor,
         lse: Tensor | None = None,
-    ) -> None:
-        """Check the tensors and run the step: a compiled graph calls this. Writes `out` and `lse`.
+        fresh: bool = False,
+    ) -> Tensor:
+        """Check the tensors and run the step: a compiled graph calls this. Writes `lse`.
 
         Args:
             step: the plan.
@@ -101,6 +102,10 @@ class Layer(nn.Module, ABC):
             cache: the cache, or the states.
             out: `output_shape(num_tokens)`.
             lse: float32 (num_tokens, num_heads), or None.
+            fresh: whether nobody else holds `out` yet.
+
+        Returns:
+            `out`, written; or, if that is fresh, the tensor that a library made in its place.
 
         Raises:
             BatchError: a tensor has another shape, dtype or device.
@@ -122,9 +127,9 @@ class Layer(nn.Module, ABC):
         step, first = self.group.plan_for(plan), inputs[0]
         check_tensor(name, first, self.group.torch_device)
         assert first is not None
-        out, lse = self.outputs(first, step.batch.num_tokens, out)
-        self.run(step, inputs, cache, out, lse)
-        return out if lse is None else (out, lse)
+        result, lse = self.outputs(first, step.batch.num_tokens, out)
+        result = self.run(step, inputs, cache, result, lse, fresh=out is None)
+        return result if lse is None else (result, lse)
 
     def outputs(
         self, first: Tensor, tokens: int, out: Tensor | None
@@ -181,7 +186,8 @@ class ChoosingLayer(Layer):
         cache: KVCache,
         out: Tensor,
         lse: Tensor | None = None,
-    ) -> None:
+        fresh: bool = False,
+    ) -> Tensor:
         query, key, value, choice = inputs
         spec, tokens, device = self.spec, step.batch.num_tokens, self.group.torch_device
         assert query is not None
@@ -207,8 +213,10 @@ class ChoosingLayer(Layer):
         self._check_values(step.batch, cache, choice)
         if key is not None and value is not None:
             key, value = self._stored(key, value)
+        frame = Frame(query, key, value, cache, self.params, out, lse, choice, fresh)
         with own_precision(self.group.device_type):
-            step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
+            step.run(frame)
+        return frame.out
 
     def _check_values(self, batch: Batch, cache: KVCache, choice: Tensor | None) -> None:
         """Check, where the layer does so, what costs a copy to the host. Raises `BatchError`."""

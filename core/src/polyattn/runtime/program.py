@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from polyattn.runtime.cache.kv_cache import KVCache, raw
+from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.step.batch import Batch
 
 Rows = slice | Tensor | None
@@ -64,7 +65,8 @@ class Frame:
     """A call's tensors as one value, which a step's ops read and write and a backend's `run` takes.
 
     A backend writes the elements of `out` and `lse` and sets no field, because other calls of the step
-    read the same frame. `but` returns a changed copy.
+    read the same frame. `but` returns a changed copy. A library that takes no output makes one, which
+    `set_out` turns into the frame's.
 
     Attributes:
         query: (num_tokens, num_heads, head size).
@@ -77,6 +79,7 @@ class Frame:
         lse: float32 (num_tokens, num_heads), natural logarithm, written; None: the call needs no LSE.
         choice: int32, the keys that each token attends to, -1 for none, for kernels that take a choice.
             It may be computed on the device.
+        fresh: whether nobody else holds `out` yet. A copy's and a part's is somebody's: the frame's.
 
     Examples:
         >>> query = torch.zeros(3, 4, 64)
@@ -94,6 +97,27 @@ class Frame:
     out: Tensor
     lse: Tensor | None
     choice: Tensor | None = None
+    fresh: bool = False
+
+    def set_out(self, result: Tensor) -> None:
+        """Make a tensor the output: in place of a `fresh` one if it is like it, else by a copy.
+
+        Args:
+            result: of `out`'s shape. Nothing else reads or writes its memory, now or later. For an
+                `out` of 8 bits it is wider, and is quantised.
+
+        Examples:
+            >>> rows = torch.zeros(1, 2, 4)
+            >>> frame = Frame(rows, None, None, None, LayerParams(), rows.clone(), None, fresh=True)
+            >>> frame.set_out(rows)
+            >>> frame.out is rows
+            True
+
+        """
+        if self.fresh and is_like(result, self.out):
+            self.out = result
+        else:
+            write_output(self.out, result, self.params.out_scale)
 
     def but(self, **changes: Any) -> Frame:
         """Return a copy with these fields changed.
@@ -137,7 +161,7 @@ class Frame:
             put_rows(self.lse, rows, part.lse)
 
 
-_values = attrgetter(*(f.name for f in fields(Frame)))
+_values = attrgetter(*(f.name for f in fields(Frame) if f.name != "fresh"))
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +199,7 @@ class RecurrentFrame:
         params: by the names there, float32.
         states: the whole `StateCache.data`, (num_slots, ...), written.
         out: (num_tokens, ...), written.
+        fresh: as `Frame.fresh`.
 
     Examples:
         >>> x = torch.zeros(3, 8)
@@ -188,7 +213,20 @@ class RecurrentFrame:
     params: Mapping[str, Tensor]
     states: Tensor
     out: Tensor
+    fresh: bool = False
     cache: ClassVar[None] = None
+
+    def set_out(self, result: Tensor) -> None:
+        """Make a tensor the output, as `Frame.set_out`.
+
+        Args:
+            result: of `out`'s shape. Nothing else reads or writes its memory, now or later.
+
+        """
+        if self.fresh and is_like(result, self.out):
+            self.out = result
+        else:
+            self.out.copy_(result)
 
     def but(self, **changes: Any) -> RecurrentFrame:
         """Return a copy with these fields changed.
@@ -197,7 +235,8 @@ class RecurrentFrame:
             changes: fields by name.
 
         """
-        return RecurrentFrame(**{name: getattr(self, name) for name in self.__slots__} | changes)
+        same = {name: getattr(self, name) for name in self.__slots__}
+        return RecurrentFrame(**same | {"fresh": False} | changes)
 
     def part(self, rows: slice | Tensor) -> RecurrentFrame:
         """Return the frame of some tokens.
@@ -218,6 +257,12 @@ class RecurrentFrame:
 
         """
         put_rows(self.out, rows, part.out)
+
+
+def is_like(result: Tensor, out: Tensor) -> bool:
+    """Return whether a tensor can take a new output's place: of its shape and dtype, without gaps."""
+    alike = result.shape == out.shape and result.dtype is out.dtype
+    return alike and result.is_contiguous()
 
 
 def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:

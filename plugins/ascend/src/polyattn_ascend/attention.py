@@ -76,7 +76,7 @@ class FusedAttention(AttentionBackend):
             sparse_mode=LOWER_RIGHT if spec.causal else 0,
             return_softmax_lse=frame.lse is not None,
         )  # fmt: skip
-        frame.out.copy_(result)
+        frame.set_out(result)
         if frame.lse is not None:
             store_lse(frame.lse, lse.squeeze(-1).T)
         blank(plan.empty, frame.out, frame.lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, LayerParams, LayerSpec, with_sinks
+from polyattn.kernel import Batch, Frame, LayerSpec, with_sinks
 from torch import Tensor
 
 
@@ -39,17 +39,9 @@ class Alike:
             return None
         return cls(len(starts), queries, keys, starts[0], apart)
 
-    def run(
-        self,
-        spec: LayerSpec,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend; tensors as `AttentionBackend.run` has them."""
+    def run(self, spec: LayerSpec, frame: Frame) -> None:
+        """Attend, as `AttentionBackend.run`."""
+        query, key, value, out, lse = frame.query, frame.key, frame.value, frame.out, frame.lse
         assert key is not None and value is not None
         heads = spec.num_heads
         if self.queries == 1:  # a KV head's queries read its keys together
@@ -67,9 +59,9 @@ class Alike:
         else:
             output, own_lse = output.transpose(1, 2).reshape(out.shape), own_lse.transpose(1, 2)
             own_lse = own_lse.reshape(-1, heads)
-        if params.sinks is not None:
-            output, own_lse = with_sinks(output, own_lse, params.sinks)
-        out.copy_(output)
+        if frame.params.sinks is not None:
+            output, own_lse = with_sinks(output, own_lse, frame.params.sinks)
+        frame.set_out(output)
         if lse is not None:
             lse.copy_(own_lse)
 

@@ -78,7 +78,7 @@ class TorchSDPA(AttentionBackend):
         cache, params, lse = frame.cache, frame.params, frame.lse
         spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(spec, query, key, value, params, frame.out, lse)
+            plan.alike.run(spec, frame)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
@@ -96,7 +96,7 @@ class TorchSDPA(AttentionBackend):
             scale = spec.scale * scales[0]
             summed = lse is not None or params.sinks is not None
             state = plan.packed.attend(query, *tensors, scale, summed)
-            self._store(state, params, scales[1], frame.out, lse)
+            frame.set_out(self._finished(state, params, scales[1], lse))
             return
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
@@ -326,6 +326,16 @@ class TorchSDPA(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
+        write_output(out, self._finished(state, params, v_scale, lse), params.out_scale)
+
+    def _finished(
+        self,
+        state: AttentionState,
+        params: LayerParams,
+        v_scale: float | Tensor,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """Return the output with values' scale and sinks; writes the LSE."""
         output = state.output
         if isinstance(v_scale, Tensor) or v_scale != 1.0:
             each = _beside(v_scale, (-1, 1), self.spec.gqa_ratio)
@@ -333,9 +343,9 @@ class TorchSDPA(AttentionBackend):
         total = state.lse
         if params.sinks is not None:
             output, total = with_sinks(output, total, params.sinks)
-        write_output(out, output, params.out_scale)
         if lse is not None:
             lse.copy_(total)
+        return output
 
 
 def _alibi(params: LayerParams, position: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:

@@ -78,21 +78,24 @@ class FlashAttention2(AttentionBackend):
         if rows is None or frame.cache is None:
             if plan.keys is not None:
                 inner.key, inner.value = plan.keys.read(frame.key, frame.value, None)
-            store_lse(frame.lse, self.varlen(plan, inner))
+            result, lse = self.varlen(plan, inner)
+            if result is not out:
+                frame.set_out(result)
+            store_lse(frame.lse, lse)
             return
         inner.query = query = rows.spread(inner.query)
         shape = *query.shape[:3], frame.cache.value.shape[3]
         inner.out = out.unflatten(0, rows.shape) if rows.uniform else query.new_empty(shape)
         result, lse = self.split(plan, inner, frame.cache)
         if not rows.uniform or result.data_ptr() != out.data_ptr():
-            out.copy_(rows.collect(result))
+            frame.set_out(rows.collect(result))
         store_lse(frame.lse, rows.collect(lse.transpose(1, 2)).T)
 
     @abstractmethod
-    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
-        """Attend for packed queries over the cache, or over packed keys; write the frame's output.
+    def varlen(self, plan: FlashPlan, frame: Frame) -> tuple[Tensor, Tensor]:
+        """Attend for packed queries over the cache, or over packed keys.
 
-        Returns the LSE (num_heads, num_tokens).
+        Returns the output, the frame's where that was written, and the LSE (num_heads, num_tokens).
         """
 
     @abstractmethod
@@ -113,7 +116,7 @@ class VllmFlashAttention2(FlashAttention2):
         self.ops = torch.ops._vllm_fa2_C
         self.cap = spec.logit_soft_cap or 0.0
 
-    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> tuple[Tensor, Tensor]:
         batch, starts = plan.batch, plan.batch.query_start_loc
         spec, key, value, cache = self.spec_of(batch), frame.key, frame.value, frame.cache
         if cache is None:
@@ -126,7 +129,7 @@ class VllmFlashAttention2(FlashAttention2):
             batch.max_seq_len, 0.0, spec.scale, False, spec.causal, *window_sizes(spec),
             self.cap, False, 0, None,
         )  # fmt: skip
-        return result[1]  # type: ignore[no-any-return]
+        return frame.out, result[1]
 
     def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         batch, spec = plan.batch, self.spec_of(plan.batch)
@@ -155,7 +158,7 @@ class UpstreamFlashAttention2(FlashAttention2):
             "softcap": spec.logit_soft_cap or 0.0,
         }
 
-    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> tuple[Tensor, Tensor]:
         batch, table, spec = plan.batch, None, self.spec_of(plan.batch)
         key, value, cache = frame.key, frame.value, frame.cache
         if cache is None:
@@ -168,8 +171,7 @@ class UpstreamFlashAttention2(FlashAttention2):
             alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True, block_table=table,
             causal=spec.causal, window_size=window_sizes(spec), **self.options,
         )  # fmt: skip
-        frame.out.copy_(result)
-        return lse  # type: ignore[no-any-return]
+        return result, lse
 
     def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         batch, spec = plan.batch, self.spec_of(plan.batch)
@@ -198,7 +200,7 @@ class TorchFlashAttention2(FlashAttention2):
         self.func: Callable[..., Any] = varlen_attn
         self.aux = AuxRequest(lse=True)
 
-    def varlen(self, plan: FlashPlan, frame: Frame) -> Tensor:
+    def varlen(self, plan: FlashPlan, frame: Frame) -> tuple[Tensor, Tensor]:
         batch, spec = plan.batch, self.spec_of(plan.batch)
         key, value, cache = frame.key, frame.value, frame.cache
         if cache is None:
@@ -206,14 +208,12 @@ class TorchFlashAttention2(FlashAttention2):
         else:
             key, value, starts = cache.key, cache.value, None
             where = {"seqused_k": batch.seq_lens, "block_table": batch.block_table}
-        lse: Tensor
         result, lse = self.func(
             frame.query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
             return_aux=self.aux, scale=spec.scale, window_size=window_sizes(spec),
             enable_gqa=spec.gqa_ratio > 1, **where,
         )  # fmt: skip
-        frame.out.copy_(result)
-        return lse
+        return result, lse
 
     def split(self, plan: FlashPlan, frame: Frame, cache: KVCache) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("torch has one function for all queries")

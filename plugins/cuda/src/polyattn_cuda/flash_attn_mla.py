@@ -61,12 +61,12 @@ class FlashAttentionMLA(LatentAdapter):
         assert isinstance(plan, SplitPlan) and cache is not None
         latent, rope = frame.query[..., : self.rank], frame.query[..., self.rank :]
         parts = rope, latent, cache.key[..., self.rank :], cache.value
-        store_lse(frame.lse, self.attend(plan, parts, frame.out))
+        store_lse(frame.lse, self.attend(plan, parts, frame))
         blank(plan.empty, frame.out, frame.lse)
 
     @abstractmethod
-    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
-        """Write `out` (tokens, heads, 512); returns the LSE (heads, tokens)."""
+    def attend(self, plan: SplitPlan, parts: Parts, frame: Frame) -> Tensor:
+        """Write the frame's output (tokens, heads, 512); returns the LSE (heads, tokens)."""
 
 
 class VllmFlashAttentionMLA(FlashAttentionMLA):
@@ -76,10 +76,10 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
         super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
 
-    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
+    def attend(self, plan: SplitPlan, parts: Parts, frame: Frame) -> Tensor:
         batch, (rope, latent, rope_keys, latents) = plan.batch, parts
         return torch.ops._vllm_fa3_C.fwd(  # type: ignore[no-any-return]
-            rope, rope_keys, latents, None, None, latent, out, batch.query_start_loc, None, None,
+            rope, rope_keys, latents, None, None, latent, frame.out, batch.query_start_loc, None, None,
             None, batch.seq_lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None,
             None, None, None, None, None, None, None, self.spec.scale, True, -1, -1, 0.0, True,
             None, plan.splits, None, 0, None, 1, 0, None,
@@ -89,7 +89,7 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
 class UpstreamFlashAttentionMLA(FlashAttentionMLA):
     """flash-attn's hopper folder."""
 
-    def attend(self, plan: SplitPlan, parts: Parts, out: Tensor) -> Tensor:
+    def attend(self, plan: SplitPlan, parts: Parts, frame: Frame) -> Tensor:
         from flash_attn_interface import flash_attn_with_kvcache
 
         batch, (rope, latent, rope_keys, latents) = plan.batch, parts
@@ -99,5 +99,5 @@ class UpstreamFlashAttentionMLA(FlashAttentionMLA):
             max_seqlen_q=batch.max_query_len, softmax_scale=self.spec.scale, causal=True,
             num_splits=plan.splits, return_softmax_lse=True,
         )  # fmt: skip
-        out.copy_(result)
+        frame.set_out(result)
         return lse  # type: ignore[no-any-return]

@@ -108,7 +108,10 @@ class FlashAttention3(AttentionBackend):
                 self._each(params.k_scale, shape, query.device),
                 self._each(params.v_scale, shape, query.device),
             )
-        store_lse(frame.lse, self.attend(plan, inner, scales))
+        result, lse = self.attend(plan, inner, scales)
+        if result is not frame.out:
+            frame.set_out(result)
+        store_lse(frame.lse, lse)
 
     def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""
@@ -119,8 +122,11 @@ class FlashAttention3(AttentionBackend):
         return scale.expand(shape)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
-        """Attend over the cache or packed keys; write the output. Returns the LSE (heads, tokens)."""
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> tuple[Tensor, Tensor]:
+        """Attend over the cache or packed keys.
+
+        Returns the output, the frame's where that was written, and the LSE (heads, tokens).
+        """
 
 
 class VllmFlashAttention3(FlashAttention3):
@@ -130,7 +136,7 @@ class VllmFlashAttention3(FlashAttention3):
         super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
 
-    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> tuple[Tensor, Tensor]:
         batch, spec, cache, sinks = (
             plan.batch,
             self.spec_of(plan.batch),
@@ -155,9 +161,8 @@ class VllmFlashAttention3(FlashAttention3):
         lse: Tensor = result[1]
         if after is not None:  # the library's LSE of a row without keys is inf
             output, total = with_sinks(frame.out, lse.where(lse != torch.inf, -torch.inf).T, after)
-            frame.out.copy_(output)
-            lse = total.T
-        return lse
+            return output, total.T
+        return frame.out, lse
 
     def _of_step(self, plan: Flash3Plan, frame: Frame, left: int, right: int) -> OfStep:
         """Return what is made once a step; each call in a graph masks and schedules for itself.
@@ -202,7 +207,7 @@ class UpstreamFlashAttention3(FlashAttention3):
         self.kvcache_func, self.varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
         self.options: dict[str, Any] = {"softmax_scale": spec.scale, "softcap": self.cap}
 
-    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> Tensor:
+    def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> tuple[Tensor, Tensor]:
         batch, spec, cache = plan.batch, self.spec_of(plan.batch), frame.cache
         masks = {"causal": spec.causal, "window_size": window_sizes(spec)}
         if cache is None:
@@ -218,5 +223,4 @@ class UpstreamFlashAttention3(FlashAttention3):
                 q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
                 **masks, **self.options,
             )  # fmt: skip
-        frame.out.copy_(result)
-        return lse  # type: ignore[no-any-return]
+        return result, lse

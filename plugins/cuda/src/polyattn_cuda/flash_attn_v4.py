@@ -55,7 +55,7 @@ class FlashAttention4(AttentionBackend):
                 causal=self.spec_of(batch).causal, window_size=self.window,
                 softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
             )  # fmt: skip
-            frame.out.copy_(result)
+            frame.set_out(result)
             if lse is not None:
                 store_lse(lse, row_lse)
         blank(plan.empty, frame.out, lse)

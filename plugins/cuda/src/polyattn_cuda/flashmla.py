@@ -59,7 +59,7 @@ class FlashMLA(LatentAdapter):
         lse = frame.lse
         assert isinstance(plan, FlashMLAPlan) and frame.cache is not None
         result, found_lse = self.attend(plan, plan.rows.spread(frame.query), frame.cache.key)
-        frame.out.copy_(plan.rows.collect(result))
+        frame.set_out(plan.rows.collect(result))
         if lse is not None:
             lse.copy_(plan.rows.collect(found_lse.transpose(1, 2)))
         blank(plan.empty, frame.out, lse)
@@ -120,7 +120,7 @@ class FlashSparseMLA(SparseBackend):
         else:
             rows = cache.key.reshape(-1, 1, cache.key.shape[3])
             result, found_lse = self.attend(query, rows, chosen)
-        frame.out.copy_(result)
+        frame.set_out(result)
         if lse is not None:
             lse.copy_(found_lse)
         blank((slots < 0).all(1), frame.out, lse)

@@ -48,12 +48,12 @@ class SlotPlan(Plan):
         # Not a product: an unused slot may hold NaN.
         return torch.where(self.begun.view(-1, *[1] * (initial.dim() - 1)), initial, 0.0)
 
-    def put(self, out: Tensor, result: Tensor) -> None:
+    def put(self, frame: RecurrentFrame, result: Tensor) -> None:
         """Write the output of the tokens that take part."""
         if self.rows is None:
-            out.copy_(result)
+            frame.set_out(result)
         else:
-            out[self.rows] = result.to(out.dtype)
+            frame.out[self.rows] = result.to(frame.out.dtype)
 
 
 class SlotStates(RecurrentBackend):
@@ -91,7 +91,7 @@ class FlashLinearAttention(SlotStates):
         run = self._delta if self.spec.kind is AttentionKind.GDN else self._gated
         x, initial = plan.take(frame.inputs), plan.initial(frame.states)
         result, frame.states[plan.slots] = run(plan, x, frame.params, initial)
-        plan.put(frame.out, result)
+        plan.put(frame, result)
 
     decode = prefill
 
@@ -171,7 +171,7 @@ class FlashLinearChannels(SlotStates):
             **options,
         )
         frame.states[plan.slots] = final
-        plan.put(frame.out, result[0])
+        plan.put(frame, result[0])
 
     decode = prefill
 
@@ -189,7 +189,7 @@ class MambaSSM(SlotStates):
         x, initial = plan.take(frame.inputs), plan.initial(states)
         # Within a chunk it takes exp(min(0, .)) of what lies between two tokens: none may grow.
         if bool((params["A"] > 0).any()):
-            plan.put(frame.out, self._by_token(plan, x, params, states))
+            plan.put(frame, self._by_token(plan, x, params, states))
             return
         result = torch.empty_like(x["x"])
         for first, last, length in _runs(plan.lens):
@@ -202,13 +202,13 @@ class MambaSSM(SlotStates):
             )  # fmt: skip
             result[rows] = output.flatten(0, 1)
             states[plan.slots[first:last]] = final.to(states.dtype)
-        plan.put(frame.out, result)
+        plan.put(frame, result)
 
     def decode(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         states = frame.states
         states[plan.slots] = plan.initial(states)
         x = plan.take(frame.inputs)
-        plan.put(frame.out, self._update(x, frame.params, states, plan.slots))
+        plan.put(frame, self._update(x, frame.params, states, plan.slots))
 
     def _by_token(self, plan: SlotPlan, x: Tensors, params: Tensors, states: Tensor) -> Tensor:
         """Run sequences of any number of tokens, the n-th of all of them in one call."""
@@ -284,7 +284,7 @@ class CausalConv1d(SlotStates):
             )
             result[rows] = output.transpose(1, 2).flatten(0, 1)
             frame.states[plan.slots[first:last]] = final
-        plan.put(frame.out, result)
+        plan.put(frame, result)
 
     def decode(self, plan: SlotPlan, frame: RecurrentFrame) -> None:
         from causal_conv1d import causal_conv1d_update
@@ -299,7 +299,7 @@ class CausalConv1d(SlotStates):
             activation=self.spec.recurrent.activation,
         )
         frame.states[plan.slots] = state
-        plan.put(frame.out, result)
+        plan.put(frame, result)
 
 
 def _bias(params: Tensors, x: Tensor) -> Tensor | None:

@@ -90,20 +90,19 @@ class XFormersAttention(AttentionBackend):
             # The operator itself: the functions around it refuse where xFormers' own library was
             # built for another torch, though this kernel is torch's (xFormers 0.0.35).
             result, context = self.operator.apply(inputs, needs_gradient=True)
-            self._store(plan, result[0], context.lse, frame.out, frame.lse)
+            self._store(plan, result[0], context.lse, frame)
         blank(plan.empty, frame.out, frame.lse)
 
     def _repeat(self, tensor: Tensor) -> Tensor:
         ratio = self.spec.gqa_ratio
         return (tensor.repeat_interleave(ratio, 1) if ratio > 1 else tensor.contiguous())[None]
 
-    def _store(
-        self, plan: XFormersPlan, result: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def _store(self, plan: XFormersPlan, result: Tensor, own_lse: Tensor, frame: Frame) -> None:
+        lse = frame.lse
         if plan.empty is None:
-            out.copy_(result)
+            frame.set_out(result)
         else:
-            out[~plan.empty] = result
+            frame.out[~plan.empty] = result
         if lse is not None:
             packed = own_lse[plan.rows[0], :, plan.rows[1]]
             packed = packed.masked_fill(packed == torch.inf, -torch.inf)  # no key at all

@@ -97,7 +97,7 @@ class AiterAttention(AttentionBackend):
             return_lse=True, block_table=None if frame.cache is None else batch.block_table, out=out,
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own
-            out.copy_(result[0])
+            frame.set_out(result[0])
         store_lse(frame.lse, result[1])
 
     def _decode(self, plan: AiterPlan, frame: Frame, cache: KVCache) -> None:

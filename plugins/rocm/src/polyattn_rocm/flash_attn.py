@@ -68,7 +68,7 @@ class CkFlashAttention(AttentionBackend):
             alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True,
             block_table=None if cache is None else batch.block_table,
         )  # fmt: skip
-        frame.out.copy_(result)
+        frame.set_out(result)
         store_lse(frame.lse, lse)
 
     def _short(self, plan: CkPlan, rows: UniformRows, frame: Frame, cache: KVCache) -> None:
@@ -82,5 +82,5 @@ class CkFlashAttention(AttentionBackend):
             window_size=sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=frame.params.alibi_slopes, return_softmax_lse=True,
         )  # fmt: skip
-        frame.out.copy_(rows.collect(result))
+        frame.set_out(rows.collect(result))
         store_lse(frame.lse, rows.collect(lse.transpose(1, 2)).T)

@@ -143,7 +143,7 @@ def merge_constants(
     return (
         group, width, merge.columns(power(width)), power(width) // merge.columns(power(width)), height,
         merge.rows(height), merge.at_once, listed, tiled, by_token, sinks, lse, early, scales,
-        summed,
+        summed, merge.alike > 0,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class VarlenAttention(AttentionBackend):
             k_descale=scales[0], v_descale=scales[1], is_mix_batch=not whole,
             s_aux=None if params.sinks is None else params.sinks.to(frame.query.dtype),
         )  # fmt: skip
-        frame.out.copy_(result[0] if whole else result)
+        frame.set_out(result[0] if whole else result)
         if frame.lse is not None:
             store_lse(frame.lse, result[1])
         blank(plan.empty, frame.out, frame.lse)

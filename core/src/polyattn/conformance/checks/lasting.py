@@ -41,6 +41,8 @@ LENGTHS, LEAST_LENGTHS, MANY_ROWS = 60, 30, 70
 """Steps, each with lengths that none before it had; the least number of them; the rows of one of
 them."""
 ROUNDS = 96
+WHOLE_STEPS = ([(5, 5)], [(1, 9)])
+"""Steps of one call, whose output a library may make."""
 OF_LARGE = 4
 """One in so many of these steps is large: large steps may take other code."""
 LEAKED = 24 << 20
@@ -48,10 +50,17 @@ LEAKED = 24 << 20
 
 
 def strided_out(case: Case, harness: Harness) -> None:
-    """`out=` may be some heads of a wider tensor; its surroundings stay untouched."""
+    """`out=` may be some heads of a wider tensor; without it an output is its caller's alone."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
     expected = step.check()
+    for lengths in WHOLE_STEPS:
+        own, other = (harness.step(layer, lengths) for _ in range(2))
+        new = layer(*own.inputs, own.batch)
+        own.compare(new, None, "without out=: ")
+        before = new.clone()
+        layer(*other.inputs, other.batch)
+        assert torch.equal(new, before), f"{own.who} wrote an earlier call's output"
     tokens, heads, size = expected.shape
     wide = torch.full((tokens + 2, heads + 3, size), 7.0).to(expected)
     out = wide[1:-1, 1:-2]

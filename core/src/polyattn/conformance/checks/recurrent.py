@@ -145,7 +145,7 @@ def rejected_drafts(case: Case, harness: Harness) -> None:
 
 
 def recurrent_out(case: Case, harness: Harness) -> None:
-    """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
+    """`out=` may be a view into a larger tensor; without it an output is its caller's alone."""
     layer = harness.layer(case.spec)
     step = harness.step(layer, case.batch)
     start = step.states.data.clone()
@@ -155,6 +155,10 @@ def recurrent_out(case: Case, harness: Harness) -> None:
     layer(*step.tokens, states=step.states, plan=step.batch, out=wide[1:-1])
     rows = step.real_rows()
     assert torch.equal(wide[1:-1][rows], expected[rows])
+    step.states.data.copy_(start)
+    new = layer(*step.tokens, states=step.states, plan=step.batch)
+    layer(*step.tokens, states=step.states, plan=step.batch)  # from other states
+    assert torch.equal(new[rows], expected[rows]), f"{step.who} wrote an earlier call's output"
     assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
 
 

@@ -227,13 +227,15 @@ class Attention(Layer):
         cache: KVCache | None,
         out: Tensor,
         lse: Tensor | None = None,
-    ) -> None:
+        fresh: bool = False,
+    ) -> Tensor:
         query, key, value = inputs
         assert query is not None
         self._check(step, query, key, value, cache, out)
         step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):
             self.scales.captured = True
+        return out
 
     def _traced(
         self,

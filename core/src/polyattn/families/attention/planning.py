@@ -261,6 +261,7 @@ class AttentionStep(StepPlan):
                 query, key, value = in_heads(self.group.spec, query, key, value)
                 return self.call(query, key, value, cache, params, out, lse)
             raise bad_input("query", query, self.query_shape, dtype)
+        fresh = out is None
         if out is None:
             if self._alike and query.is_contiguous():  # which torch takes half the time for
                 out = torch.empty_like(query)
@@ -290,13 +291,13 @@ class AttentionStep(StepPlan):
             or in_forward_mode()
         ):
             refuse_gradients(query=query, key=key, value=value)
-        frame = Frame(query, key, value, cache, params, out, lse)
+        frame = Frame(query, key, value, cache, params, out, lse, None, fresh)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
                 self.run(frame)
         else:
             self.run(frame)
-        return out
+        return frame.out
 
     def _checked(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as kernels take them. Raises `BatchError`."""

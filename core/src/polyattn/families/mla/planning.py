@@ -72,9 +72,12 @@ class Absorbed(Op):
         direct = weights is None and is_dense(out)
         if not direct:
             inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
+        inner.fresh = frame.fresh or not direct
         self.call.run(inner)
-        if not direct:
-            out.copy_(inner.out if weights is None else project(inner.out, weights[1], self.counts))
+        if weights is not None:
+            frame.set_out(project(inner.out, weights[1], self.counts))
+        elif inner.out is not out:
+            frame.set_out(inner.out)
 
 
 class Expansion(Op):

@@ -146,7 +146,8 @@ class Recurrent(Layer):
         cache: StateCache,
         out: Tensor,
         lse: Tensor | None = None,
-    ) -> None:
+        fresh: bool = False,
+    ) -> Tensor:
         device, tokens = self.group.torch_device, step.batch.num_tokens
         named = self._named(inputs, tokens)
         check_tensors(device, out=(out, self.output_shape(tokens), self.dtype))
@@ -163,7 +164,9 @@ class Recurrent(Layer):
         if self.checks and not capturing(out):
             check_state_slots(step.batch, cache.num_slots)
         with own_precision(self.group.device_type):
-            step.run(RecurrentFrame(named, self.params, cache.data, out))
+            frame = RecurrentFrame(named, self.params, cache.data, out, fresh)
+            step.run(frame)
+        return frame.out
 
     def _named(self, inputs: Sequence[Tensor | None], tokens: int) -> dict[str, Tensor]:
         form, spec = self.form, self.spec

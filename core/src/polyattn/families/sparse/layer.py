@@ -129,7 +129,8 @@ class SparseAttention(ChoosingLayer):
         cache: KVCache,
         out: Tensor,
         lse: Tensor | None = None,
-    ) -> None:
+        fresh: bool = False,
+    ) -> Tensor:
         query, key, value, choice = inputs
         sparse = self.spec.sparse
         assert sparse is not None
@@ -140,10 +141,11 @@ class SparseAttention(ChoosingLayer):
                 f"an entry of this cache stands for {sparse.tokens_per_entry} tokens, and key has "
                 "one row a token; pass None, and store entries by store()"
             )
-        super().run(step, (query, key, value, choice), cache, out, lse)
+        out = super().run(step, (query, key, value, choice), cache, out, lse, fresh)
         if sparse.turns_back and self._params.rotate:
             assert step.before.rotation is not None
             out.copy_(step.before.rotation.inverse().applied(out))
+        return out
 
     def store(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor

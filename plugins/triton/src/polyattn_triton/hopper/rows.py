@@ -17,7 +17,8 @@ def load_query(q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, 
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * q_t + (head * G).to(gl.int64) * q_h + row % G * q_h
+    Q += (head * G).to(gl.int64) * q_h
+    at = (token0 + row // G).to(gl.int64) * q_t + row % G * q_h
     async_load(
         q,
         Q + at[:, None] + offs[None, :],
@@ -40,7 +41,8 @@ def store_rows(
     barrier()
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * o_t + (head * G).to(gl.int64) * o_h + row % G * o_h
+    OUT += (head * G).to(gl.int64) * o_h
+    at = (token0 + row // G).to(gl.int64) * o_t + row % G * o_h
     gl.store(
         OUT + at[:, None] + offs[None, :],
         q.load(WIDE),
