@@ -119,8 +119,9 @@ def each_written_once(launches: list[Any], out: torch.Tensor, lse: torch.Tensor)
         times: Counter[int] = Counter()
         for _, storages in launches:
             times += storages[name].written
-        places = range(0, tensor.numel() * tensor.element_size(), tensor.element_size())
-        assert set(times) == set(places) and set(times.values()) == {1}, name
+        grid = np.indices([*tensor.shape]).reshape(tensor.ndim, -1)
+        places = np.array(tensor.stride()) @ grid * tensor.element_size()
+        assert set(times) == set(places.tolist()) and set(times.values()) == {1}, name
 
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64, dtype="bfloat16", needs_lse=True)
@@ -268,23 +269,39 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla(name: str, stored: str, block: int, heads: int) -> None:
-    """Up to 32 heads of one token are columns, 16 or 32; others are rows, in lockstep.
+    """Heads of one token are columns, 16 or 32: up to 32 of them, any number over bytes.
 
-    So are those over blocks that hold no whole tile.
+    Others are rows, in lockstep, as are those over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
     kernel = "mla_hopper_kernel"
-    if heads <= 32 and max(queries) == 1 and block % 64 == 0:
+    sideways = heads <= 32 or stored != "auto"
+    if sideways and max(queries) == 1 and block % 64 == 0:
         kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
 
 
+@pytest.mark.parametrize("heads, sms", [(20, 5), (64, 5), (33, 1)])
 @pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
-def test_mla_by_another_kernel(stored: str) -> None:
-    """Rows that the copy engine can't describe are copied in lockstep."""
+def test_mla_by_another_kernel(stored: str, heads: int, sms: int) -> None:
+    """Rows that the copy engine can't describe are copied in lockstep, whatever a tile's height."""
     with patch.object(mla, "latent_boxes", lambda *_: None):
-        latent([1, 1], [900, 130], 64, 20, 5, None, stored=stored, kernel="mla_hopper_kernel")
+        latent([1, 1], [900, 130], 64, heads, sms, None, stored=stored, kernel="mla_hopper_kernel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, block, stored, kernel", [
+    (16, 16, "auto", "mla_hopper_kernel"), (16, 64, "auto", "few_heads_kernel"),
+    (16, 64, "fp8_e4m3", "latent_bytes_kernel"), (96, 64, "auto", "latents_kernel"),
+])  # fmt: skip
+def test_mla_of_heads_beyond_2_31_elements(
+    heads: int, block: int, stored: str, kernel: str
+) -> None:
+    """A head's place needs 64 bits: what overflows 32 is an error."""
+    far = (1 << 31) // (heads - 1) + 8
+    roles = kernel == "latents_kernel"
+    latent([1], [130], block, heads, 5, None, roles=roles, stored=stored, kernel=kernel, far=far)
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -339,6 +356,12 @@ def seen(
     return slots, torch.tensor(padded, dtype=torch.int32)
 
 
+def apart(x: torch.Tensor, far: int) -> torch.Tensor:
+    """Return a copy of [tokens, heads, size] whose heads lie `far` from one another."""
+    heads = x.shape[1]
+    return torch.empty_strided(x.shape, (heads * far, far, 1), dtype=x.dtype).copy_(x)
+
+
 def latent(
     queries: list[int],
     lens: list[int],
@@ -350,10 +373,12 @@ def latent(
     roles: bool = False,
     stored: str = "auto",
     kernel: str = "",
+    far: int = 0,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
     `context`: all keys are before the queries. `roles`: the kernel with roles may run, and does.
+    `far`: how far heads lie from one another, in elements.
     """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
@@ -366,6 +391,8 @@ def latent(
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
     out = query.new_full((len(query), heads, 512), float("nan"))
     lse = torch.full(out.shape[:2], float("nan"))
+    if far:
+        query, out = (apart(x, far) for x in (query, out))
     rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
     tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
     slots, choice = seen(tokens, table, block, topk, chance)
