@@ -195,10 +195,11 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             s = warpgroup_mma(one, q, s, use_acc=False, is_async=True)
             s = warpgroup_mma(other, q_turned.index(zero + 1).permute((1, 0)), s, is_async=True)
             k = k_smem.index(stage)
-            units = k.slice(0, 32, 1).load(A)
             for c in gl.static_range(8):
+                if ROWS == 32 or c == 0:
+                    units = k.slice(32 * c, 32, 1).load(A)
                 one, other = _numbers(units, OF_KEYS)
-                if c < 7:  # the next ones come while products run
+                if ROWS == 16 and c < 7:  # 32 rows leave no registers for units ahead
                     units = k.slice(32 * c + 32, 32, 1).load(A)
                 b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(one, b, s, is_async=True)
