@@ -118,10 +118,12 @@ def by_torch(backend: TritonAttention, rows: torch.Tensor, out: torch.Tensor, at
 def each_written_once(launches: list[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
     """Of all launches together: each element of the outputs, and nothing else of their storages."""
     for name, tensor in (("OUT", out), ("LSE", lse)):
-        written = [each for _, storages in launches for each in storages[name].written]
-        size = tensor.element_size()
-        places = np.arange(0, tensor.numel() * size, size)
-        assert np.array_equal(np.sort(np.concatenate(written)), places), name
+        written = np.concatenate(
+            [each for _, storages in launches for each in storages[name].written]
+        )
+        grid = np.indices([*tensor.shape]).reshape(tensor.ndim, -1)
+        places = np.array(tensor.stride()) @ grid * tensor.element_size()
+        assert np.array_equal(np.sort(written), np.sort(places)), name
 
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64, dtype="bfloat16", needs_lse=True)
@@ -298,6 +300,20 @@ def test_mla_by_another_kernel(stored: str) -> None:
         latent([1, 1], [900, 130], 64, 20, 5, None, stored=stored, kernel="mla_hopper_kernel")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, block, stored, kernel", [
+    (16, 16, "auto", "mla_hopper_kernel"), (16, 64, "auto", "few_heads_kernel"),
+    (16, 64, "fp8_e4m3", "latent_bytes_kernel"), (96, 64, "auto", "latents_kernel"),
+])  # fmt: skip
+def test_mla_of_heads_beyond_2_31_elements(
+    heads: int, block: int, stored: str, kernel: str
+) -> None:
+    """A head's place needs 64 bits: what overflows 32 is an error."""
+    far = (1 << 31) // (heads - 1) + 8
+    roles = kernel == "latents_kernel"
+    latent([1], [130], block, heads, 5, None, roles=roles, stored=stored, kernel=kernel, far=far)
+
+
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("name", mostly_slow(LATENTS))
 def test_mla_by_roles(name: str, block: int) -> None:
@@ -349,6 +365,12 @@ def seen(
     return slots, torch.tensor(padded, dtype=torch.int32)
 
 
+def apart(x: torch.Tensor, far: int) -> torch.Tensor:
+    """Return a copy of [tokens, heads, size] whose heads lie `far` from one another."""
+    heads = x.shape[1]
+    return torch.empty_strided(x.shape, (heads * far, far, 1), dtype=x.dtype).copy_(x)
+
+
 def latent(
     queries: list[int],
     lens: list[int],
@@ -360,10 +382,12 @@ def latent(
     roles: bool = False,
     stored: str = "auto",
     kernel: str = "",
+    far: int = 0,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
     `context`: all keys are before the queries. `roles`: the kernel with roles may run, and does.
+    `far`: how far heads lie from one another, in elements.
     """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
@@ -376,6 +400,8 @@ def latent(
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
     out = query.new_full((len(query), heads, 512), float("nan"))
     lse = torch.full(out.shape[:2], float("nan"))
+    if far:
+        query, out = (apart(x, far) for x in (query, out))
     rows = [(seq, q, n) for seq, (q, n) in enumerate(zip(queries, lens, strict=True))]
     tokens = [(s, n if context else n - q + at + 1) for s, q, n in rows for at in range(q)]
     slots, choice = seen(tokens, table, block, topk, chance)

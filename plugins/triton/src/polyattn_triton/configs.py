@@ -238,7 +238,7 @@ MLA_TABLE: tuple[MLARow, ...] = (
         1 << 30,
         2,
         MLAConfig(64, 64, 8, 1, hopper=True, roles=True),
-        "H200: 16 heads, 64 x 4,096: 60 us; 128, in lockstep: 217 (H100: 222, portable 324)",
+        "H200: 16 heads, 64 x 4,096: 57 us; 128, in lockstep: 217 (H100: 222, portable 324)",
         latent=(512, 64),
         e4m3=True,
     ),

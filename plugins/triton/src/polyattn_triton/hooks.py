@@ -219,8 +219,8 @@ TRITON_MLA = declared(
     MLA,
     Priority(
         score=60,
-        why="a good general kernel wherever Triton runs; 8-bit latents take 0.7 of bfloat16's time "
-        "of 16 heads, 0.8 of 32, 1.1 of 64 and 1.5 of 128 on an H200",
+        why="a good general kernel wherever Triton runs; 8-bit latents take 0.65 of bfloat16's time "
+        "of 16 heads, 0.76 of 32, 1.1 of 64 and 1.5 of 128 on an H200",
     ),
     summary="absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )

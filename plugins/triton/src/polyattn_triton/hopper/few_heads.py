@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_bytes import rows_of_tile
-from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
+from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
 from polyattn_triton.hopper.latents import HALF, LEFT, LOG2E, RIGHT, ROPE, TURNED, store_half
 from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
@@ -39,9 +39,9 @@ def _copy_columns(
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     offs = COLUMN + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    places = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
+    at = places(token0, row, q_t, q_h, HEADS)
     async_load(
-        to, Q + places[:, None] + offs[None, :], mask=(row < rows)[:, None] & (offs >= 0)[None, :]
+        to, Q + at[:, None] + offs[None, :], mask=(row < rows)[:, None] & (offs >= 0)[None, :]
     )
 
 
@@ -190,7 +190,7 @@ def few_heads_kernel(
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
-    PIPE: gl.constexpr = (ROWS, 1, 2)
+    PIPE: gl.constexpr = (ROWS, 1, 2, 3)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
     producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

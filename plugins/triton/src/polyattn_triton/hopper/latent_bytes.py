@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
+from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
 from polyattn_triton.hopper.names import barrier
 from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E, RAISED
 from polyattn_triton.hopper.packed_rows import longer
@@ -42,6 +42,26 @@ OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
 def rows_of_tile(heads):
     """Return the rows of a tile of queries: a sequence's heads."""
     return 16 if heads <= 16 else 32
+
+
+@gluon.constexpr_function
+def _warps_layout(rows):
+    """How a thread holds what four warps tell of the rows whose scores it has."""
+    high = [[0, 1 << i] for i in range(3, rows.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [0, 1], *high], lanes, [[0, 0], [0, 0]], [], [4, rows]
+    )
+
+
+@gluon.jit
+def _of_all_warps(x, smem):
+    """Return what four warps tell of each row, [4, rows], to all of them.
+
+    A reduction of Triton's own takes three barriers for that. This takes one.
+    """
+    smem.store(x)
+    return smem.load(_warps_layout(x.shape[1]))
 
 
 @gluon.jit
@@ -61,14 +81,14 @@ def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, ROWS: gl
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0])
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    places = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
+    at = places(token0, row, q_t, q_h, HEADS)
     pieces = ()
     most = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(10):
         column = gl.arange(0, 64 if i < 8 else 32, layout=gl.SliceLayout(0, LAYOUT))
         offs = i // 2 * 128 + i % 2 * 2 + column // 2 * 4 + column % 2
         piece = gl.load(
-            Q + places[:, None] + offs[None, :],
+            Q + at[:, None] + offs[None, :],
             mask=(row < rows)[:, None] & (offs >= 0)[None, :],
             other=0.0,
         )
@@ -96,7 +116,7 @@ def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.conste
     LAYOUT: gl.constexpr = both.type.layout
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     column = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
-    to = (token0 + row // HEADS).to(gl.int64) * o_t + row % HEADS * o_h
+    to = places(token0, row, o_t, o_h, HEADS)
     ok = gl.convert_layout(ok, gl.SliceLayout(0, LAYOUT))
     gl.store(TO + to[None, :] + column[:, None], both.to(TO.dtype.element_ty), mask=ok[None, :])
 
@@ -112,12 +132,11 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
     lse = gl.where(l == 0.0, float("-inf"), m - RAISED + gl.log2(safe))
     row = gl.arange(0, ROWS, layout=HEAD)
     ok = start + row < query_len * HEADS
-    token = (token0 + (start + row) // HEADS).to(gl.int64)
-    head = (start + row) % HEADS
     if cut:
         gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
     elif FORM[1]:
-        gl.store(LSE + token * lse_t + head, lse * LN2, mask=ok)
+        at = places(token0, start + row, lse_t, 1, HEADS)
+        gl.store(LSE + at, lse * LN2, mask=ok)
     part = (1.0 / safe)[None, :]
     for c in gl.static_range(4):
         one, other = acc[2 * c] * part, acc[2 * c + 1] * part
@@ -139,7 +158,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     k_smem, turned_smem = SMEM[1], SMEM[2]
     q_smem, q_turned = SMEM[0], SMEM[3]
-    p_smem = SMEM[4]
+    p_smem, warps_smem = SMEM[4], SMEM[5]
     full, empty = BARRIERS
     WORK, tiles = STEP[2], STEP[3]
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
@@ -169,37 +188,38 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             phase = (n // STAGES) & 1
             # No compiler knows that it is zero: descriptors that a loop doesn't change are spilled.
             zero = n >> 30
+            mbarrier.wait(full.index(stage), phase)
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
-            mbarrier.wait(full.index(2 * stage + 1), phase)
             one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
-            s = warpgroup_mma(
-                one, q_turned.index(zero).permute((1, 0)), s, use_acc=False, is_async=True
-            )
+            q = q_turned.index(zero).permute((1, 0))
+            s = warpgroup_mma(one, q, s, use_acc=False, is_async=True)
             s = warpgroup_mma(other, q_turned.index(zero + 1).permute((1, 0)), s, is_async=True)
-            mbarrier.wait(full.index(2 * stage), phase)
             k = k_smem.index(stage)
             for c in gl.static_range(8):
-                one, other = _numbers(k.slice(32 * c, 32, 1).load(A), OF_KEYS)
+                if ROWS == 32 or c == 0:
+                    units = k.slice(32 * c, 32, 1).load(A)
+                one, other = _numbers(units, OF_KEYS)
+                if ROWS == 16 and c < 7:  # 32 rows leave no registers for units ahead
+                    units = k.slice(32 * c + 32, 32, 1).load(A)
                 b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(one, b, s, is_async=True)
                 b = q_smem.index(zero + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
                 s = warpgroup_mma(other, b, s, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s])
             s = warpgroup_mma_wait(0, deps=[s])
-            barrier()
-            mbarrier.arrive(empty.index(2 * stage + 1))
             if first + i >= unmasked:
                 key = (first + i) * 64
                 s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
                     clear(k, seq_len - key, UNITS, 64)
-            m_new = gl.maximum(m, gl.max(s, 0) * by)
+            largest = gl.max(_of_all_warps(gl.max(s.reshape((4, 16, ROWS)), 1), warps_smem), 0)
+            m_new = gl.maximum(m, gl.convert_layout(largest, HEAD) * by)
             base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
             ratio = gl.exp2(m - base)
             p = gl.exp2(s * by[None, :] - (base - RAISED)[None, :])
             m = m_new
-            p_smem.store(p.to(gl.float16))
+            p_smem.index(0).store(p.to(gl.float16))
             fence_async_shared()
             barrier()
             sums = sums * ratio[None, :] + p
@@ -211,16 +231,17 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 for half in gl.static_range(2):
                     v = k.slice(64 * c, 64, 1).slice(32 * half, 32).permute((1, 0)).load(A)
                     one, other = _numbers(v, OF_VALUES)
-                    weights = p_smem.slice(32 * half, 32)
+                    weights = p_smem.index(zero).slice(32 * half, 32)
                     a = warpgroup_mma(one, weights, a, is_async=True)
                     b = warpgroup_mma(other, weights, b, is_async=True)
                     a, b = warpgroup_mma_wait(2, deps=[a, b])
                 acc = longer(longer(acc, a), b)
             acc = warpgroup_mma_wait(0, deps=acc)
             barrier()
-            mbarrier.arrive(empty.index(2 * stage))
+            mbarrier.arrive(empty.index(stage))
             n += 1
-        l = gl.sum(sums, 0)
+        l = gl.sum(_of_all_warps(gl.sum(sums.reshape((4, 16, ROWS)), 1), warps_smem), 0)
+        l = gl.convert_layout(l, HEAD)
         _store(acc, m, l, TO, token0, query_len, mine, cut, place, FORM)
         barrier()
 
@@ -269,15 +290,17 @@ def latent_bytes_kernel(
     turned_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, 32], HALF)
     q_turned = gl.allocate_shared_memory(gl.float16, [2, ROWS, 32], HALF)
     p_smem = gl.allocate_shared_memory(
-        gl.float16, [64, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+        gl.float16, [1, 64, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     )
-    BARRIERS = turns(2 * STAGES)
+    COLUMNS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
+    warps_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], COLUMNS)
+    BARRIERS = turns(STAGES, 2)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
-    SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem)
-    PIPE: gl.constexpr = (ROWS, STAGES, 1)
+    SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem)
+    PIPE: gl.constexpr = (ROWS, STAGES, 1, 1)
     consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
     producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

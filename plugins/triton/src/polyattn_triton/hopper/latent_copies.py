@@ -11,14 +11,23 @@ from polyattn_triton.hopper.items import advance, begin, bounds
 
 
 @gluon.jit
-def turns(COUNT: gl.constexpr):
-    """Return two barriers for each of COUNT places: one side waits for the first, one for the other."""
+def turns(COUNT: gl.constexpr, COPIES: gl.constexpr = 1):
+    """Return two barriers for each of COUNT places: one side waits for the first, one for the other.
+
+    `COPIES`: how many fill a place.
+    """
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(COUNT):
-        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(full.index(place), count=COPIES)
         mbarrier.init(empty.index(place), count=1)
     return full, empty
+
+
+@gluon.jit
+def places(token0, row, t, h, HEADS: gl.constexpr):
+    """Return where (token, head) rows begin, in elements: strides between heads may be any."""
+    return (token0 + row // HEADS).to(gl.int64) * t + (row % HEADS).to(gl.int64) * h
 
 
 @gluon.jit
@@ -48,12 +57,13 @@ def produce(
 ):  # fmt: skip
     """Copy the items' tiles part by part, as the parts become free: the rotated part first.
 
-    `PIPE`: rows of a tile of queries, stages, and how many others there are.
+    `PIPE`: rows of a tile of queries, stages, how many others there are, and turns of a stage: each
+    part's own, or one.
     """
     HEIGHT: gl.constexpr = PIPE[0]
     STAGES: gl.constexpr = PIPE[1]
     WIDES: gl.constexpr = PIPE[2]
-    PARTS: gl.constexpr = WIDES + 1
+    TURNS: gl.constexpr = PIPE[3]
     BOX: gl.constexpr = WIDE.block_shape[0]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     WORK, tiles = STEP[2], STEP[3]
@@ -74,10 +84,11 @@ def produce(
             stage = n % STAGES
             free = (n // STAGES + 1) & 1  # of a stage never used: at once
             for part in gl.static_range(WIDES, -1, -1):
+                turn = TURNS * stage + part % TURNS
                 copy_tile(
                     NARROW if part == WIDES else WIDE, blocks, key, 0, part * WIDE.block_shape[1], k_b,
                     turned_smem.index(stage) if part == WIDES else k_smem.index(WIDES * stage + part),
-                    full.index(PARTS * stage + part), empty.index(PARTS * stage + part), free,
+                    full.index(turn), empty.index(turn), free,
                     NARROW.block_shape[1] if part == WIDES else WIDE.block_shape[1],
                     64, BLOCK_SIZE, True, BOX, LANES,
                 )  # fmt: skip

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import keys_of, produce, turns
+from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.prefill import clear, kept_below
@@ -47,10 +47,10 @@ def _query(q, FROM, STEP, at, stop, seq, start, COLUMN: gl.constexpr, HEADS: gl.
         rows = (gl.load(STEP[1] + seq + 1) - token0) * HEADS
         row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
         offs = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
-        places = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
+        rows_at = places(token0, row, q_t, q_h, HEADS)
         async_load(
             q,
-            Q + places[:, None] + offs[None, :],
+            Q + rows_at[:, None] + offs[None, :],
             mask=(row < rows)[:, None] & (offs >= 0)[None, :],
         )
         async_copy.commit_group()
@@ -64,7 +64,7 @@ def _turned_query(FROM, token0, query_len, start, HEADS: gl.constexpr):
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     offs = 2 * HALF + gl.arange(0, ROPE, layout=gl.SliceLayout(0, OPERAND))
-    at = (token0 + row // HEADS).to(gl.int64) * q_t + row % HEADS * q_h
+    at = places(token0, row, q_t, q_h, HEADS)
     return gl.load(
         Q + at[:, None] + offs[None, :],
         mask=(row < query_len * HEADS)[:, None] & (offs >= 0)[None, :],
@@ -285,7 +285,7 @@ def latents_kernel(
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, p_smem, row_smem)
     consuming = (FROM, TO, STEP, SMEM, (full, empty, p_full, q_turns), FORM)
-    PIPE: gl.constexpr = (64, 2, 2)
+    PIPE: gl.constexpr = (64, 2, 2, 3)
     producing = (
         WIDE,
         NARROW,

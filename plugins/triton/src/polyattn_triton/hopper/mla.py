@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from polyattn_triton.hopper.latent_copies import places
 from polyattn_triton.hopper.names import async_load, barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -109,7 +110,7 @@ def _attend(
 
     row_w = start + gl.arange(0, BLOCK_H, layout=WIDE_ROW)
     offs_w = gl.arange(0, RANK, layout=gl.SliceLayout(0, WIDE))
-    q_w = (token0 + row_w // HEADS).to(gl.int64) * q_t + row_w % HEADS * q_h
+    q_w = places(token0, row_w, q_t, q_h, HEADS)
     async_load(
         q_smem,
         Q + q_w[:, None] + offs_w[None, :],
@@ -117,7 +118,7 @@ def _attend(
     )
     row_n = start + gl.arange(0, BLOCK_H, layout=NARROW_ROW)
     offs_n = gl.arange(0, ROPE, layout=gl.SliceLayout(0, NARROW))
-    q_n = (token0 + row_n // HEADS).to(gl.int64) * q_t + row_n % HEADS * q_h
+    q_n = places(token0, row_n, q_t, q_h, HEADS)
     async_load(
         q_rope_smem,
         Q + RANK + q_n[:, None] + offs_n[None, :],
@@ -229,8 +230,7 @@ def store_whole(
     row = start + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUTPUT))
     row_ok = row < query_len * HEADS
     offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
-    token = (token0 + row // HEADS).to(gl.int64)
-    o_row = token * o_t + row % HEADS * o_h
+    o_row = places(token0, row, o_t, o_h, HEADS)
     out = acc * (v_scale / safe)[:, None]
     gl.store(
         OUT + o_row[:, None] + offs[None, :],
@@ -239,7 +239,7 @@ def store_whole(
     )
     if HAS_LSE:
         lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe)) * LN2)
-        gl.store(LSE + token * lse_t + row % HEADS, lse, mask=row_ok)
+        gl.store(LSE + places(token0, row, lse_t, 1, HEADS), lse, mask=row_ok)
 
 
 @gluon.jit
