@@ -153,7 +153,7 @@ def share_cache(
     lie one after another.
     """
     if spec.kind is AttentionKind.SPARSE:
-        return _of_pages(spec, layout)
+        return _of_pages(spec, decode, layout)
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
@@ -189,13 +189,16 @@ def share_cache(
     )
 
 
-def _of_pages(spec: LayerSpec, layout: str | None) -> SharedCache | Rejection:
+def _of_pages(spec: LayerSpec, decode: BackendInfo, layout: str | None) -> SharedCache | Rejection:
     """Return a sparse layer's cache. Kernels get views of it: pages of one head, in token order."""
+    assert spec.sparse is not None
     if layout == "contiguous":
         return Rejection(
             "layout", "contiguous", "NHD, HND", "a sparse layer reads pages; unset the layout"
         )
-    return SharedCache(layout or "NHD", sparse_blocks(spec)[0])
+    # A page of one head is then one run of memory.
+    by_head = spec.sparse.scope != "all" and "HND" in decode.capabilities.layouts
+    return SharedCache(layout or ("HND" if by_head else "NHD"), sparse_blocks(spec)[0])
 
 
 def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:
