@@ -73,6 +73,7 @@ SPARSE: dict[str, tuple[LayerSpec, Literal["NHD", "HND"]]] = {
     "MSA NHD": (MINIMAX, "NHD"),
     "MSA HND": (MINIMAX, "HND"),
     "QSA NHD": (QWEN, "NHD"),
+    "QSA HND": (QWEN, "HND"),
 } | {
     f"{rows} rows, {keys} keys in pages of {page} {layout}": (_pages(rows, page, keys), layout)
     for layout in ("NHD", "HND")
@@ -267,6 +268,9 @@ class Visit:
         often as this instruction set's pairs of bfloat16 must. `of_mm`, `bar_of_mm`: the products beside
         torch's matrix product, and those that the bar takes. Before each call 512 MiB are read, so that
         none finds in a cache what the one before it read.
+
+        In ms: `host`, a call whose kernel does nothing; `empty`, one of an empty native function; `team`,
+        a few lines read by each thread; `hot`, a call whose blocks are all the same one.
         """
         memory = self.torch.ones(128 << 20)
         for name, (spec, layout) in SPARSE.items():
@@ -297,13 +301,22 @@ class Visit:
         for stored in (cache.key, cache.value):
             stored[:] = torch.randn_like(stored[:1])
         table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-        step = layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, table, block))
+        step, idle, hot = (
+            layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, blocks, block))
+            for blocks in (table, table, torch.zeros_like(table))
+        )
         query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
         scopes = part.choices(spec.num_heads, spec.num_kv_heads)
         ids = torch.rand(seqs, scopes, length // part.granularity)
         choice = ids.topk(part.budget).indices.int()
-        calls: Calls = {"sparse": lambda: layer(query, None, None, cache, step, choice=choice)}
-        calls["sparse"]()
+        calls: Calls = {
+            name: partial(layer, query, None, None, cache, each, choice=choice)
+            for name, each in {"sparse": step, "host": idle, "hot": hot}.items()
+        }
+        calls["sparse"](), calls["hot"]()
+        with self.native.no_kernel() as empty:
+            calls["host"]()
+        calls["empty"] = empty
         runs, size = self._runs(step, cache)
         bounds = self.limits()
         multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
@@ -313,6 +326,7 @@ class Visit:
             if self.isa != "amx":
                 calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
         calls["mm"] = multiply
+        calls["team"] = partial(self.native.read_runs, runs[: torch.get_num_threads()], 256, 0, 0)
         turns: Calls = {}
         for key, call in calls.items():
             turns |= {f"read {key}": memory.sum, key: call}
@@ -328,7 +342,8 @@ class Visit:
         of_mm = done / best["sparse"] / (flops / best["mm"])
         self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
-                 rows_of_read=share("rows"), products_of_read=share("products"))  # fmt: skip
+                 rows_of_read=share("rows"), products_of_read=share("products"),
+                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
         """Return where the runs of memory are that a step's rows read, and their bytes."""
