@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_choice_s_pages_are_torch_s(sparse: SparseSpec, monkeypatch: pytest.Mo
         def page(self: NativeAttention, chosen: Any) -> bool:
             nonlocal tables
             ids = chosen.choice
-            some = chosen._replace(choice=ids.gather(-1, torch.rand(ids.shape).argsort(-1)))
+            some = replace(chosen, choice=ids.gather(-1, torch.rand(ids.shape).argsort(-1)))
             assert own(self, some)
             mine = chosen.table.clone(), chosen.lens.clone()
             piece.page(chosen)

@@ -26,6 +26,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     PackedStrides,
+    PageStrides,
     Plan,
     Reads,
     absorbed,
@@ -206,13 +207,24 @@ def _failed(text: str, blocks: int) -> Exception:
     return NativeError(text)
 
 
-def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
-    """Return `attend` over packed tensors of these strides and any shapes."""
+def addressed(
+    plan: StepPlan,
+    spec: LayerSpec,
+    strides: PackedStrides | PageStrides,
+    block_table: Tensor | None = None,
+) -> Addressed:
+    """Return `attend` over packed tensors, or pages, of these strides and any shapes."""
     lib, pack = kernels(), _TENSORS.pack
     call = lib.pa_attend
-    (qt, qh), (kt, kh), (vt, vh), keys = strides
+    if block_table is None:
+        assert isinstance(strides, PackedStrides)
+        (qt, qh), (kt, kh), (vt, vh), keys = strides
+        kb, vb, table, row = 0, 0, 0, 0
+    else:
+        (qt, qh), (kb, kt, kh), (vb, vt, vh) = strides
+        table, row = block_table.data_ptr(), block_table.stride(0)
     heads, size = spec.num_heads, spec.v_head_size
-    ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
+    ints = qt, qh, kb, kt, kh, vb, vt, vh, heads * size, size, heads, 1, row
 
     def run(
         query: Tensor,
@@ -222,14 +234,14 @@ def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addres
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        sinks, alibi = params.sinks, params.alibi_slopes
+        sinks, alibi, blocks = params.sinks, params.alibi_slopes, key.shape[0] if table else keys
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-            0 if alibi is None else alibi.data_ptr(), *ints, params.k_scale, params.v_scale,
+            0 if lse is None else lse.data_ptr(), table, 0 if sinks is None else sinks.data_ptr(),
+            0 if alibi is None else alibi.data_ptr(), *ints, blocks, params.k_scale, params.v_scale,
         )  # fmt: skip
         if call(plan.handle, tensors):
-            raise NativeError(lib.pa_error().decode())
+            raise _failed(lib.pa_error().decode(), blocks)
 
     return run
 
@@ -272,26 +284,37 @@ class NativeAttention(AttentionBackend):
         return NativePlan(batch, step, self.cache is not None)
 
     def page(self, chosen: ChosenPages) -> bool:
-        sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
-        assert sparse is not None and table is not None
-        if not table.shape[1]:
+        # This runs once a layer, so it reads what is the same in each call of the step.
+        facts = chosen.facts or self._facts(chosen)
+        if facts is None:
             return False
-        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice.int()
-        read = ids.contiguous(), table, batch.query_start_loc, batch.seq_lens, chosen.heads
-        strides = table.stride(0), chosen.table.stride(0), *chosen.steps
-        tokens = chosen.first, len(ids), batch.num_seqs, *ids.shape[1:]
-        sizes = len(chosen.heads), table.shape[1]
-        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
-        sees = chosen.spec.causal, sparse.physical
-        packed = _CHOSEN.pack(
-            *(tensor.data_ptr() for tensor in (*read, chosen.table, chosen.lens)),
-            *(*strides, *tokens, *sizes, *entries, *sees),
-        )
+        (before, seqs, behind, _), ids = facts, chosen.choice.contiguous()
+        tokens, choices, width = ids.shape
+        packed = _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
         if kernels().pa_pages(packed, torch.get_num_threads()):
             raise NativeError(
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
             )
         return True
+
+    @staticmethod
+    def _facts(chosen: ChosenPages) -> tuple[Any, ...] | None:
+        """Return `pa_chosen`'s fields before, between and behind a choice's sizes, and the table."""
+        sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
+        assert sparse is not None and table is not None
+        if not table.shape[1]:
+            return None
+        whole = table if table.stride(1) == 1 else table.contiguous()
+        used = whole, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
+        strides = whole.stride(0), chosen.table.stride(0), *chosen.steps
+        sizes = len(chosen.heads), table.shape[1]
+        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
+        before = *(tensor.data_ptr() for tensor in used), *strides, chosen.first
+        behind = *sizes, *entries, chosen.spec.causal, sparse.physical
+        facts = before, batch.num_seqs, behind, whole
+        if whole is table:
+            chosen.facts = facts
+        return facts
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, NativePlan)
@@ -301,6 +324,12 @@ class NativeAttention(AttentionBackend):
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
         return addressed(plan.step, self.spec, strides)
+
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        assert isinstance(plan, NativePlan)
+        if self.turns is not None:
+            return None
+        return addressed(plan.step, self.spec, strides, plan.batch.block_table)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
         if self.turns is None:
