@@ -57,12 +57,14 @@ def of(spec: LayerSpec = MSA, **sparse: Any) -> LayerSpec:
 
 
 def test_pages_that_each_head_chooses_lie_by_head() -> None:
-    """Unless the engine sets the layout."""
+    """On CPUs, unless the engine sets the layout."""
     of_engine = replace(current_settings(), layout="NHD")
     for scope, layout in (("all", "NHD"), ("kv_head", "HND"), ("head", "HND")):
         spec = of(scope=scope)
         assert LayerGroup(select(spec, "cpu")).allocate_cache(1).format.layout == layout
         cache = select(spec, "cpu", settings=of_engine).decision.cache
+        assert cache is not None and cache.layout == "NHD"
+        cache = select(spec.replace(dtype="bfloat16"), "h200").decision.cache
         assert cache is not None and cache.layout == "NHD"
 
 
@@ -73,10 +75,12 @@ def test_layers_of_one_cache_need_not_agree_on_its_layout(scope: str, backend: s
     step: Any = workload(LayerGroup(select(of(scope=scope), "cpu", backend=backend)), STEP, 3)
     form = step.cache.format
     other = replace(form, layout={"NHD": "HND", "HND": "NHD"}[form.layout])
-    own, step.cache = step.cache, KVCache.allocate(other, step.cache.num_blocks)
-    step.cache.key.copy_(own.key), step.cache.value.copy_(own.value)
-    assert step.cache.layout == other.layout
-    step.check()
+    own, there = step.cache, KVCache.allocate(other, step.cache.num_blocks)
+    there.key.copy_(own.key), there.value.copy_(own.value)
+    assert there.layout == other.layout
+    plan = step.group.plan(step.batch)
+    for step.cache in (own, there, own):  # by one plan
+        step.check("", plan)
 
 
 def test_a_dense_layer_s_cache_serves_a_layer_that_chooses() -> None:
