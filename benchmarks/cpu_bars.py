@@ -308,7 +308,7 @@ class Visit:
         query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
         scopes = part.choices(spec.num_heads, spec.num_kv_heads)
         ids = torch.rand(seqs, scopes, length // part.granularity)
-        choice = ids.topk(part.budget).indices.int()
+        choice = ids.topk(part.budget).indices.sort().values.int()  # ascending, as an indexer's
         calls: Calls = {
             name: partial(layer, query, None, None, cache, each, choice=choice)
             for name, each in {"sparse": step, "host": idle, "hot": hot}.items()

@@ -205,13 +205,14 @@ class ChoosingLayer(Layer):
             raise BatchError(f"choice was given: {spec} attends to every token; leave it out")
         if (key is None) != (value is None):
             raise BatchError(f"{' and '.join(self.brings)} come together, or both are None")
-        tensors = zip(("query", *self.brings), (query, key, value), self._shapes(step), strict=True)
+        dtype, shapes = self._dtype, self._shapes(step)
         expected: dict[str, Expected] = {
-            name: (tensor, shape, self._dtype)
-            for name, tensor, shape in tensors
-            if tensor is not None
+            "query": (query, shapes[0], dtype),
+            "out": (out, self.output_shape(tokens), dtype),
         }
-        expected["out"] = out, self.output_shape(tokens), self._dtype
+        if key is not None:
+            tensors = zip(self.brings, (key, value), shapes[1:], strict=True)
+            expected |= {name: (tensor, shape, dtype) for name, tensor, shape in tensors}
         if choice is not None:
             expected["choice"] = expected_choice(spec, choice, tokens, device, seen)
         check_tensors(device, seen, **expected)
@@ -220,15 +221,16 @@ class ChoosingLayer(Layer):
             self.group.check_cache(cache)
             self._known_cache = cache
         refuse_gradients(**{name: tensor for name, (tensor, *_) in expected.items()})
-        self._check_values(step.batch, cache, choice)
+        if self.checks:
+            self._check_values(step.batch, cache, choice)
         if key is not None and value is not None:
             key, value = self._stored(key, value)
         with own_precision(self.group.device_type):
             step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
 
     def _check_values(self, batch: Batch, cache: KVCache, choice: Tensor | None) -> None:
-        """Check, where the layer does so, what costs a copy to the host. Raises `BatchError`."""
-        if not self.checks or capturing(cache.key):
+        """Check what costs a copy to the host. Raises `BatchError`."""
+        if capturing(cache.key):
             return
         sparse = self.spec.sparse
         if sparse is None or sparse.tokens_per_entry == 1:

@@ -117,27 +117,34 @@ class Piece(Op):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the backend's call for the rows, over a view of the cache."""
         spec, scales, lse = self.planner.spec, frame.params, None
-        query, out, through = frame.query.contiguous(), frame.out, _is_written_through(frame.out)
+        query, out = frame.query, frame.out
         shape = (self.lens.shape[0], spec.num_heads, spec.v_head_size)
         if spec.needs_lse:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
         params = LayerParams(k_scale=scales.k_scale, v_scale=scales.v_scale)
-        if through and (run := self._addressed(call, cache)) is not None:
-            run(query, cache.key, cache.value, params, out, lse)
-            return out, lse
-        query = query.view(*shape[:2], spec.head_size)
-        out = out.view(shape) if through else out.new_empty(shape)
+        if _is_written_through(out):
+            by_token, by_head, by_item = query.stride()
+            if query.shape[1] != spec.num_heads or by_item != 1:  # its rows aren't its tokens
+                query = query.contiguous()
+                by_token, by_head = spec.num_heads * spec.head_size, spec.head_size
+            run = self._addressed(call, (by_token, by_head), cache)
+            if run is not None:
+                run(query, cache.key, cache.value, params, out, lse)
+                return out, lse
+            out = out.view(shape)
+        else:
+            out = out.new_empty(shape)
+        query = query.reshape(*shape[:2], spec.head_size)
         call.run(Frame(query, None, None, cache, params, out, lse, places))
         return out, lse
 
-    def _addressed(self, call: Call, cache: KVCache) -> Addressed | None:
+    def _addressed(self, call: Call, query: tuple[int, int], cache: KVCache) -> Addressed | None:
         """Return the backend's call by addresses, where it has one; it is made once a plan."""
-        strides = cache.strides
+        strides = query, *cache.strides
         if self.run_by is None or self.run_by[0] is not call or self.run_by[1] != strides:
-            run, spec = None, self.planner.spec
+            run = None
             if isinstance(call.backend, AttentionBackend):
-                rows = spec.num_heads * spec.head_size, spec.head_size
-                pages = PageStrides(rows, *(each[:3] for each in strides[:2]))
+                pages = PageStrides(query, cache.strides[0][:3], cache.strides[1][:3])
                 run = call.backend.addressed_pages(call.plan, pages)
             self.run_by = call, strides, run
         return self.run_by[2]

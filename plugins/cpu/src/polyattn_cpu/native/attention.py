@@ -216,11 +216,11 @@ def addressed(
     """Return `attend` over packed tensors, or pages, of these strides and any shapes."""
     lib, pack = kernels(), _TENSORS.pack
     call = lib.pa_attend
-    if block_table is None:
-        assert isinstance(strides, PackedStrides)
+    keys = kb = vb = table = row = 0
+    if isinstance(strides, PackedStrides):
         (qt, qh), (kt, kh), (vt, vh), keys = strides
-        kb, vb, table, row = 0, 0, 0, 0
     else:
+        assert block_table is not None
         (qt, qh), (kb, kt, kh), (vb, vt, vh) = strides
         table, row = block_table.data_ptr(), block_table.stride(0)
     heads, size = spec.num_heads, spec.v_head_size
@@ -244,6 +244,18 @@ def addressed(
             raise _failed(lib.pa_error().decode(), blocks)
 
     return run
+
+
+def _facts(chosen: ChosenPages) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Return `pa_chosen`'s fields before, between and behind a choice's sizes."""
+    sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
+    assert sparse is not None and table is not None
+    used = table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
+    strides = table.stride(0), chosen.table.stride(0), *chosen.steps
+    before = *(tensor.data_ptr() for tensor in used), *strides, chosen.first
+    sizes = len(chosen.heads), table.shape[1]
+    entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
+    return before, batch.num_seqs, (*sizes, *entries, chosen.spec.causal, sparse.physical)
 
 
 class NativePlan(Plan):
@@ -285,10 +297,9 @@ class NativeAttention(AttentionBackend):
 
     def page(self, chosen: ChosenPages) -> bool:
         # This runs once a layer, so it reads what is the same in each call of the step.
-        facts = chosen.facts or self._facts(chosen)
-        if facts is None:
-            return False
-        (before, seqs, behind, _), ids = facts, chosen.choice.contiguous()
+        if chosen.facts is None:
+            chosen.facts = _facts(chosen)
+        (before, seqs, behind), ids = chosen.facts, chosen.choice.contiguous()
         tokens, choices, width = ids.shape
         packed = _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
         if kernels().pa_pages(packed, torch.get_num_threads()):
@@ -296,25 +307,6 @@ class NativeAttention(AttentionBackend):
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
             )
         return True
-
-    @staticmethod
-    def _facts(chosen: ChosenPages) -> tuple[Any, ...] | None:
-        """Return `pa_chosen`'s fields before, between and behind a choice's sizes, and the table."""
-        sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
-        assert sparse is not None and table is not None
-        if not table.shape[1]:
-            return None
-        whole = table if table.stride(1) == 1 else table.contiguous()
-        used = whole, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
-        strides = whole.stride(0), chosen.table.stride(0), *chosen.steps
-        sizes = len(chosen.heads), table.shape[1]
-        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
-        before = *(tensor.data_ptr() for tensor in used), *strides, chosen.first
-        behind = *sizes, *entries, chosen.spec.causal, sparse.physical
-        facts = before, batch.num_seqs, behind, whole
-        if whole is table:
-            chosen.facts = facts
-        return facts
 
     def reads(self, plan: Plan, batch: Batch) -> Reads:
         assert isinstance(plan, NativePlan)
