@@ -288,6 +288,39 @@ class Visit:
         clock: Callable[[], float],
         bar: float | None,
     ) -> None:
+        torch, part, (calls, step, cache) = self.torch, spec.sparse, self._choosing(spec, layout)
+        assert part is not None
+        seqs = step.batch.num_seqs
+        runs, size = self._runs(step, cache)
+        bounds = self.limits()
+        multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+        ratio = spec.num_heads // spec.num_kv_heads
+        for n in (0, 4096, 16384):
+            calls[f"rows {n}"] = partial(self.native.read_runs, runs, size, n, 0)
+            if self.isa != "amx":
+                calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
+        calls["mm"] = multiply
+        calls["team"] = partial(self.native.read_runs, runs[: torch.get_num_threads()], 256, 0, 0)
+        turns: Calls = {}
+        for key, call in calls.items():
+            turns |= {f"read {key}": memory.sum, key: call}
+        best = least(turns, self.seconds, clock)
+        of_read = memory.nbytes / min(took for key, took in best.items() if key.startswith("read"))
+
+        def share(way: str) -> float:
+            took = min((best[key] for key in calls if key.startswith(way)), default=float("nan"))
+            return len(runs) * size / took / of_read
+
+        width = spec.head_size + spec.v_head_size
+        done = 2 * seqs * spec.num_heads * part.most * width
+        of_mm = done / best["sparse"] / (flops / best["mm"])
+        self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
+                 of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
+                 rows_of_read=share("rows"), products_of_read=share("products"),
+                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
+
+    def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
+        """Return a layer's calls, `sparse`, `host`, `hot` and `empty`, its step and its cache."""
         from polyattn import Batch, LayerGroup, SparseAttention, select
         from polyattn.settings import current_settings
 
@@ -317,33 +350,7 @@ class Visit:
         with self.native.no_kernel() as empty:
             calls["host"]()
         calls["empty"] = empty
-        runs, size = self._runs(step, cache)
-        bounds = self.limits()
-        multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
-        ratio = spec.num_heads // spec.num_kv_heads
-        for n in (0, 4096, 16384):
-            calls[f"rows {n}"] = partial(self.native.read_runs, runs, size, n, 0)
-            if self.isa != "amx":
-                calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
-        calls["mm"] = multiply
-        calls["team"] = partial(self.native.read_runs, runs[: torch.get_num_threads()], 256, 0, 0)
-        turns: Calls = {}
-        for key, call in calls.items():
-            turns |= {f"read {key}": memory.sum, key: call}
-        best = least(turns, self.seconds, clock)
-        of_read = memory.nbytes / min(took for key, took in best.items() if key.startswith("read"))
-
-        def share(way: str) -> float:
-            took = min((best[key] for key in calls if key.startswith(way)), default=float("nan"))
-            return len(runs) * size / took / of_read
-
-        width = spec.head_size + spec.v_head_size
-        done = 2 * seqs * spec.num_heads * part.most * width
-        of_mm = done / best["sparse"] / (flops / best["mm"])
-        self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
-                 of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
-                 rows_of_read=share("rows"), products_of_read=share("products"),
-                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
+        return calls, step, cache
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
         """Return where the runs of memory are that a step's rows read, and their bytes."""

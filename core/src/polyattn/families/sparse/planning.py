@@ -80,9 +80,17 @@ class Piece(Op):
         chosen = self.chosen
         if chosen is None or chosen.steps != steps:  # caches of other strides
             chosen = self.chosen = ChosenPages(
-                planner.group.spec, self.batch, self.tokens.start, planner.heads, cache.block_size,
-                planner.page_size, steps, self.table, self.lens, choice,
-            )  # fmt: skip
+                planner.group.spec,
+                self.batch,
+                self.tokens.start,
+                planner.heads,
+                cache.block_size,
+                planner.page_size,
+                steps,
+                self.table,
+                self.lens,
+                choice,
+            )
         chosen.choice = choice
         if not planner.backend.page(chosen):
             self.page(chosen)
