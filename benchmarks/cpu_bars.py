@@ -73,6 +73,7 @@ SPARSE: dict[str, tuple[LayerSpec, Literal["NHD", "HND"]]] = {
     "MSA NHD": (MINIMAX, "NHD"),
     "MSA HND": (MINIMAX, "HND"),
     "QSA NHD": (QWEN, "NHD"),
+    "QSA HND": (QWEN, "HND"),
 } | {
     f"{rows} rows, {keys} keys in pages of {page} {layout}": (_pages(rows, page, keys), layout)
     for layout in ("NHD", "HND")
@@ -267,6 +268,9 @@ class Visit:
         often as this instruction set's pairs of bfloat16 must. `of_mm`, `bar_of_mm`: the products beside
         torch's matrix product, and those that the bar takes. Before each call 512 MiB are read, so that
         none finds in a cache what the one before it read.
+
+        In ms: `host`, a call whose kernel does nothing; `empty`, one of an empty native function; `team`,
+        a few lines read by each thread; `hot`, a call whose blocks are all the same one.
         """
         memory = self.torch.ones(128 << 20)
         for name, (spec, layout) in SPARSE.items():
@@ -284,26 +288,9 @@ class Visit:
         clock: Callable[[], float],
         bar: float | None,
     ) -> None:
-        from polyattn import Batch, LayerGroup, SparseAttention, select
-        from polyattn.settings import current_settings
-
-        torch, length, seqs = self.torch, 1 << 13, 32
-        settings = replace(current_settings(), layout=layout)
-        selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
-        layer = SparseAttention(LayerGroup(selection), checks=False)
-        block, part = layer.group.cache_format.block_size, spec.sparse
+        torch, part, (calls, step, cache) = self.torch, spec.sparse, self._choosing(spec, layout)
         assert part is not None
-        cache = layer.group.allocate_cache(seqs * length // block)
-        for stored in (cache.key, cache.value):
-            stored[:] = torch.randn_like(stored[:1])
-        table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-        step = layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, table, block))
-        query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
-        scopes = part.choices(spec.num_heads, spec.num_kv_heads)
-        ids = torch.rand(seqs, scopes, length // part.granularity)
-        choice = ids.topk(part.budget).indices.int()
-        calls: Calls = {"sparse": lambda: layer(query, None, None, cache, step, choice=choice)}
-        calls["sparse"]()
+        seqs = step.batch.num_seqs
         runs, size = self._runs(step, cache)
         bounds = self.limits()
         multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
@@ -313,6 +300,7 @@ class Visit:
             if self.isa != "amx":
                 calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
         calls["mm"] = multiply
+        calls["team"] = partial(self.native.read_runs, runs[: torch.get_num_threads()], 256, 0, 0)
         turns: Calls = {}
         for key, call in calls.items():
             turns |= {f"read {key}": memory.sum, key: call}
@@ -328,7 +316,41 @@ class Visit:
         of_mm = done / best["sparse"] / (flops / best["mm"])
         self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
-                 rows_of_read=share("rows"), products_of_read=share("products"))  # fmt: skip
+                 rows_of_read=share("rows"), products_of_read=share("products"),
+                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
+
+    def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
+        """Return a layer's calls, `sparse`, `host`, `hot` and `empty`, its step and its cache."""
+        from polyattn import Batch, LayerGroup, SparseAttention, select
+        from polyattn.settings import current_settings
+
+        torch, length, seqs = self.torch, 1 << 13, 32
+        settings = replace(current_settings(), layout=layout)
+        selection = select(spec, "cpu", backend="NATIVE_ATTN", settings=settings)
+        layer = SparseAttention(LayerGroup(selection), checks=False)
+        block, part = layer.group.cache_format.block_size, spec.sparse
+        assert part is not None
+        cache = layer.group.allocate_cache(seqs * length // block)
+        for stored in (cache.key, cache.value):
+            stored[:] = torch.randn_like(stored[:1])
+        table = torch.randperm(len(cache.key)).int().view(seqs, -1)
+        step, idle, hot = (
+            layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, blocks, block))
+            for blocks in (table, table, torch.zeros_like(table))
+        )
+        query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+        scopes = part.choices(spec.num_heads, spec.num_kv_heads)
+        ids = torch.rand(seqs, scopes, length // part.granularity)
+        choice = ids.topk(part.budget).indices.sort().values.int()  # ascending, as an indexer's
+        calls: Calls = {
+            name: partial(layer, query, None, None, cache, each, choice=choice)
+            for name, each in {"sparse": step, "host": idle, "hot": hot}.items()
+        }
+        calls["sparse"](), calls["hot"]()
+        with self.native.no_kernel() as empty:
+            calls["host"]()
+        calls["empty"] = empty
+        return calls, step, cache
 
     def _runs(self, step: Any, cache: Any) -> tuple[Any, int]:
         """Return where the runs of memory are that a step's rows read, and their bytes."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from measuring import build
 from polyattn import LatentSpec, LayerSpec
 from polyattn.kernel import Frame
 from polyattn_cpu.native import build as native
+from polyattn_cpu.native.attention import kernels
 from polyattn_cpu.native.library import isa
 from table import LLAMA, MHA, Other, Row
 
@@ -126,6 +128,17 @@ def read_runs(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
     assert reader().read_runs(
         torch.get_num_threads(), runs.data_ptr(), runs.numel(), size, ahead, products
     )
+
+
+@contextmanager
+def no_kernel() -> Iterator[Callable[[], object]]:
+    """Let steps that are planned inside call an empty function in the kernel's place: the one yielded."""
+    library = kernels()
+    attend, library.pa_attend = library.pa_attend, library.pa_error
+    try:
+        yield library.pa_error
+    finally:
+        library.pa_attend = attend
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:

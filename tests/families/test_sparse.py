@@ -27,7 +27,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases.index import INDEXERS, layer_for
 from polyattn.conformance.checks.sparse import sparse_plans
 from polyattn.conformance.harness.base import Harness
-from polyattn.errors import BatchError, SelectionError, SpecError
+from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
 from polyattn.families.sparse import planning, reference, torch_index
 from polyattn.families.sparse.index_workload import WHOLE, IndexWorkload
 from polyattn.runtime.cache.kv_cache import KVCache
@@ -54,6 +54,59 @@ def of(spec: LayerSpec = MSA, **sparse: Any) -> LayerSpec:
     assert spec.sparse is not None
     fields = {name: getattr(spec.sparse, name) for name in spec.sparse.__dataclass_fields__}
     return spec.replace(sparse=SparseSpec(**(fields | sparse)))
+
+
+def test_pages_that_each_head_chooses_lie_by_head() -> None:
+    """On CPUs, unless the engine sets the layout."""
+    of_engine = replace(current_settings(), layout="NHD")
+    for scope, layout in (("all", "NHD"), ("kv_head", "HND"), ("head", "HND")):
+        spec = of(scope=scope)
+        assert LayerGroup(select(spec, "cpu")).allocate_cache(1).format.layout == layout
+        cache = select(spec, "cpu", settings=of_engine).decision.cache
+        assert cache is not None and cache.layout == "NHD"
+        cache = select(spec.replace(dtype="bfloat16"), "h200").decision.cache
+        assert cache is not None and cache.layout == "NHD"
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN"])
+@pytest.mark.parametrize("scope", ["all", "kv_head"])
+def test_layers_of_one_cache_need_not_agree_on_its_layout(scope: str, backend: str) -> None:
+    """Such as a dense layer's, or that of a layer with another scope: kernels get views."""
+    step: Any = workload(LayerGroup(select(of(scope=scope), "cpu", backend=backend)), STEP, 3)
+    form = step.cache.format
+    other = replace(form, layout={"NHD": "HND", "HND": "NHD"}[form.layout])
+    own, there = step.cache, KVCache.allocate(other, step.cache.num_blocks)
+    there.key.copy_(own.key), there.value.copy_(own.value)
+    assert there.layout == other.layout
+    plan = step.group.plan(step.batch)
+    for step.cache in (own, there, own):  # by one plan
+        step.check("", plan)
+
+
+def test_a_dense_layer_s_cache_serves_a_layer_that_chooses() -> None:
+    dense = Attention(MSA.replace(kind="attention", sparse=None))
+    cache = dense.group.allocate_cache(4)
+    chooses = SparseAttention(of(budget=4))
+    assert cache.layout == "NHD" and chooses.group.allocate_cache(4).layout == "HND"
+    batch = Batch.from_lens([40], [40], torch.tensor([[3, 0, 2]]).int(), 16)
+    query, key, value = torch.randn(40, 8, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
+    whole = dense(query, key, value, cache, batch)
+    choice = torch.tensor([0, 1, 2, -1]).int().expand(40, 2, -1).contiguous()
+    assert output_error(chooses(query, None, None, cache, batch, choice=choice), whole) < 1e-5
+    kind = replace(cache.format, block_size=32)
+    with pytest.raises(CacheError, match="the cache's block_size is 32"):
+        chooses(query, None, None, KVCache.allocate(kind, 4), batch, choice=choice)
+
+
+@pytest.mark.parametrize("scope", ["all", "kv_head"])
+def test_a_kernel_of_one_layout_keeps_to_it(scope: str) -> None:
+    step: Any = workload(LayerGroup(select(of(scope=scope), "cpu", backend="EXAMPLE_ATTN")), STEP)
+    step.check()
+    form = step.cache.format
+    assert form.layout == "NHD"
+    step.cache = KVCache.allocate(replace(form, layout="HND"), step.cache.num_blocks)
+    with pytest.raises(CacheError, match="the cache's layout is HND, the selection's NHD"):
+        step.run()
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from polyattn import LayerGroup, LayerSpec, SparseSpec, select
+from polyattn import LayerGroup, LayerSpec, SparseAttention, SparseSpec, select
 from polyattn.families.sparse.planning import Piece
 from polyattn.workload.base import workload
 from polyattn_cpu.native import library
 from polyattn_cpu.native.attention import NativeAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.skipif(
     library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
@@ -35,12 +37,12 @@ def test_a_choice_s_pages_are_torch_s(sparse: SparseSpec, monkeypatch: pytest.Mo
         def page(self: NativeAttention, chosen: Any) -> bool:
             nonlocal tables
             ids = chosen.choice
-            some = chosen._replace(choice=ids.gather(-1, torch.rand(ids.shape).argsort(-1)))
-            assert own(self, some)
-            mine = chosen.table.clone(), chosen.lens.clone()
-            piece.page(chosen)
+            for order in (torch.rand(ids.shape).argsort(-1), ids.argsort(-1)):
+                assert own(self, replace(chosen, choice=ids.gather(-1, order)))
+                mine = chosen.table.clone(), chosen.lens.clone()
+                piece.page(chosen)
+                assert mine[0].equal(chosen.table) and mine[1].equal(chosen.lens)
             tables += int(mine[1].count_nonzero())
-            assert mine[0].equal(chosen.table) and mine[1].equal(chosen.lens)
             return True
 
         monkeypatch.setattr(NativeAttention, "page", page)
@@ -59,3 +61,51 @@ def test_a_choice_s_pages_are_torch_s(sparse: SparseSpec, monkeypatch: pytest.Mo
     for step in ([(1, 40), (1, 7)], [(5, 1300), (3, 7), (1, 129)]):
         workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), step, 5).check()
     assert tables >= 5
+
+
+class Seen(TorchDispatchMode):
+    """Which of torch's operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scope", ["all", "kv_head"])
+def test_a_call_asks_torch_for_its_output_alone(scope: str) -> None:
+    """Each other operator, a view too, costs a cold host as much as all checks."""
+    spec = LayerSpec(
+        kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16,
+        sparse=SparseSpec(budget=3, granularity=16, scope=scope),
+    )  # fmt: skip
+    step: Any = workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), [(1, 40), (1, 7)])
+    layer, plan = SparseAttention(step.group), step.group.plan(step.batch)
+
+    def call() -> Any:
+        return layer(step.query, None, None, step.held, plan, choice=step.choice)
+
+    once = call()
+    with Seen() as seen:
+        twice = call()
+    assert seen.names == ["aten.empty_like.default"]
+    assert twice.equal(once)
+
+
+@pytest.mark.parametrize("scope", ["all", "kv_head"])
+def test_a_query_in_a_fused_projection_is_read(scope: str) -> None:
+    spec = LayerSpec(
+        kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16,
+        sparse=SparseSpec(budget=3, granularity=16, scope=scope),
+    )  # fmt: skip
+    step: Any = workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), [(1, 40), (2, 27)])
+    layer, wide = SparseAttention(step.group), torch.randn(3, 4 * 32 + 100)
+    query = wide[:, 100:].unflatten(1, (4, 32))
+    query.copy_(step.query)
+    plain = layer(step.query, None, None, step.held, step.batch, choice=step.choice)
+    for each in (query, step.query.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert not each.is_contiguous()
+        assert layer(each, None, None, step.held, step.batch, choice=step.choice).equal(plain)

@@ -40,6 +40,7 @@ from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
 from polyattn.settings import current_settings
 from polyattn.spec.decompose import windowed
+from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
@@ -417,6 +418,17 @@ class LayerGroup:
         sizes = dict(self.selection.decision.kernel_block_sizes)
         return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
+    @cached_property
+    def _orders(self) -> tuple[str, ...]:
+        """Layouts of which any serves a sparse layer, whose kernels get views of pages."""
+        infos = [self.selection.backend(phase) for phase in ("decode", "store")]
+        return tuple(
+            name
+            for name in ("NHD", "HND")
+            if self.spec.kind is AttentionKind.SPARSE
+            and all(info is not None and name in info.capabilities.layouts for info in infos)
+        )
+
     def allocate_cache(self, num_blocks: int) -> KVCache:
         """Return an uninitialised cache of one layer on the group's device.
 
@@ -494,9 +506,10 @@ class LayerGroup:
                 f"cache_format={shown(format)} must be a CacheFormat: a cache's .format"
             )
         one_order = wanted.num_kv_heads == 1 or wanted.block_size == 1
+        orders = self._orders if wanted.layout in self._orders else ()
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size", "dtype", "layout"):
             theirs, ours = getattr(format, name), getattr(wanted, name)
-            if theirs != ours and not (name == "layout" and one_order):
+            if theirs != ours and not (name == "layout" and (one_order or theirs in orders)):
                 raise CacheError(
                     f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
                     "group.allocate_cache(n)"

@@ -144,7 +144,11 @@ class SharedCache:
 
 
 def share_cache(
-    spec: LayerSpec, prefill: BackendInfo, decode: BackendInfo, layout: str | None = None
+    spec: LayerSpec,
+    device: Device,
+    prefill: BackendInfo,
+    decode: BackendInfo,
+    layout: str | None = None,
 ) -> SharedCache | Rejection:
     """Return the cache that both can use, or why there is none.
 
@@ -153,7 +157,7 @@ def share_cache(
     lie one after another.
     """
     if spec.kind is AttentionKind.SPARSE:
-        return _of_pages(spec, layout)
+        return _of_pages(spec, device, decode, layout)
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
@@ -189,13 +193,20 @@ def share_cache(
     )
 
 
-def _of_pages(spec: LayerSpec, layout: str | None) -> SharedCache | Rejection:
+def _of_pages(
+    spec: LayerSpec, device: Device, decode: BackendInfo, layout: str | None
+) -> SharedCache | Rejection:
     """Return a sparse layer's cache. Kernels get views of it: pages of one head, in token order."""
+    assert spec.sparse is not None
     if layout == "contiguous":
         return Rejection(
             "layout", "contiguous", "NHD, HND", "a sparse layer reads pages; unset the layout"
         )
-    return SharedCache(layout or "NHD", sparse_blocks(spec)[0])
+    # A page of one head is then one run of memory, which CPUs alone read faster.
+    by_head = spec.sparse.scope != "all" and not device.is_accelerator
+    if layout is None:
+        layout = "HND" if by_head and "HND" in decode.capabilities.layouts else "NHD"
+    return SharedCache(layout, sparse_blocks(spec)[0])
 
 
 def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:

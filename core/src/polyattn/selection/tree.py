@@ -367,7 +367,7 @@ def _best_pair(
     for prefill, decode in _by_rank(ranking["prefill"], ranking["decode"]):
         # An MLA prefill works on keys and values that it makes for itself: only decode has the cache.
         apart = spec.kind is AttentionKind.MLA
-        shared = share_cache(spec, decode if apart else prefill, decode, settings.layout)
+        shared = share_cache(spec, device, decode if apart else prefill, decode, settings.layout)
         if isinstance(shared, SharedCache):
             return prefill, decode, shared
         refused.append(shared)

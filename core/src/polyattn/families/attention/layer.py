@@ -134,8 +134,6 @@ class Attention(Layer):
         self._reads = bool(self._weights or self.inputs or self.scales.tensors)
         # Whether a captured graph would keep a scale that is replaced later.
         self._seals = bool(spec.graph_capture and used_scales(spec))
-        # Not None, so that the first call checks its cache.
-        self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
 
     @property
@@ -319,10 +317,3 @@ class Attention(Layer):
             self.group.check_cache(cache)
         elif self.spec.cached:
             raise BatchError(f"{self.spec} attends over a cache; pass cache=")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_known_cache": _Unseen}
-
-
-class _Unseen:
-    """Stands for no cache at all, in a copied or pickled layer."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import AttentionBackend, SparseBackend
+from polyattn.runtime.backend import Addressed, AttentionBackend, PageStrides, SparseBackend
 from polyattn.runtime.cache.kv_cache import ALLOCATORS, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import with_sinks
@@ -41,14 +41,18 @@ class Piece(Op):
         self,
         planner: Planner,
         batch: Batch,
-        rows: slice,
+        tokens: slice,
         table: Tensor | None,
         lens: Tensor,
         call: Call | None = None,
     ):
-        self.planner, self.batch, self.rows = planner, batch, rows
+        self.planner, self.batch, self.tokens = planner, batch, tokens
+        if (tokens.start, tokens.stop) != (0, batch.num_tokens):
+            self.rows = tokens
         self.table, self.lens, self.call = table, lens, call
         self.last: tuple[list[int], Call] | None = None
+        self.chosen: ChosenPages | None = None
+        self.run_by: tuple[Call, tuple[Any, ...], Addressed | None] | None = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -57,36 +61,37 @@ class Piece(Op):
     def run(self, frame: Frame) -> None:
         spec, sinks = self.planner.group.spec, frame.params.sinks
         out, lse = self.attended(frame)
-        out = out.view(-1, spec.num_heads, spec.v_head_size)
         lse = None if lse is None else lse.view(-1, spec.num_heads)
         if sinks is not None:
             assert lse is not None
-            out, lse = with_sinks(out, lse, sinks)
+            out, lse = with_sinks(out.view(frame.out.shape), lse, sinks)
         if sinks is not None or not _is_written_through(frame.out):
-            frame.out.copy_(out)
+            frame.out.copy_(out.view(frame.out.shape))
         if frame.lse is not None and lse is not None:
             frame.lse.copy_(lse)
 
     def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
         """Return the rows' outputs and, where the layer or its sinks need them, their LSEs."""
         planner, cache, choice = self.planner, frame.cache, frame.choice
-        spec = planner.group.spec
         assert cache is not None and choice is not None
         view, steps = cache.in_pages_of(planner.page_size, planner.spec.num_kv_heads)
-        assert self.table is not None and isinstance(self.rows, slice)
+        assert self.table is not None
         assert isinstance(planner.backend, AttentionBackend)
-        chosen = ChosenPages(
-            spec,
-            choice,
-            self.batch,
-            self.rows.start,
-            planner.heads,
-            cache.block_size,
-            planner.page_size,
-            steps,
-            self.table,
-            self.lens,
-        )
+        chosen = self.chosen
+        if chosen is None or chosen.steps != steps:  # caches of other strides
+            chosen = self.chosen = ChosenPages(
+                planner.group.spec,
+                self.batch,
+                self.tokens.start,
+                planner.heads,
+                cache.block_size,
+                planner.page_size,
+                steps,
+                self.table,
+                self.lens,
+                choice,
+            )
+        chosen.choice = choice
         if not planner.backend.page(chosen):
             self.page(chosen)
         return self.called(self.call or self.planned(self.lens.tolist()), frame, view)
@@ -106,7 +111,7 @@ class Piece(Op):
         """Write the rows' block tables and lengths by torch's operators."""
         spec, sparse = chosen.spec, chosen.spec.sparse
         assert sparse is not None and chosen.batch.block_table is not None
-        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
+        seqs, positions, ends = (each[self.tokens] for each in token_places(self.batch))
         visible = visible_entries(sparse.tokens_per_entry, positions, ends, spec.causal)
         pages, lens = pages_of(
             sparse, chosen.heads, chosen.choice, visible, seqs, chosen.batch.block_table,
@@ -119,18 +124,38 @@ class Piece(Op):
         self, call: Call, frame: Frame, cache: KVCache, places: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Run the backend's call for the rows, over a view of the cache."""
-        spec, scales = self.planner.spec, frame.params
-        query = frame.query.reshape(len(self.lens), -1, spec.head_size)
-        shape = (*query.shape[:2], spec.v_head_size)
-        out = (
-            frame.out.view(shape) if _is_written_through(frame.out) else frame.out.new_empty(shape)
-        )
-        lse = None
+        spec, scales, lse = self.planner.spec, frame.params, None
+        query, out = frame.query, frame.out
+        shape = (self.lens.shape[0], spec.num_heads, spec.v_head_size)
         if spec.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
         params = LayerParams(k_scale=scales.k_scale, v_scale=scales.v_scale)
+        if _is_written_through(out):
+            by_token, by_head, by_item = query.stride()
+            if query.shape[1] != spec.num_heads or by_item != 1:  # its rows aren't its tokens
+                query = query.contiguous()
+                by_token, by_head = spec.num_heads * spec.head_size, spec.head_size
+            run = self._addressed(call, (by_token, by_head), cache)
+            if run is not None:
+                run(query, cache.key, cache.value, params, out, lse)
+                return out, lse
+            out = out.view(shape)
+        else:
+            out = out.new_empty(shape)
+        query = query.reshape(*shape[:2], spec.head_size)
         call.run(Frame(query, None, None, cache, params, out, lse, places))
         return out, lse
+
+    def _addressed(self, call: Call, query: tuple[int, int], cache: KVCache) -> Addressed | None:
+        """Return the backend's call by addresses, where it has one; it is made once a plan."""
+        strides = query, *cache.strides
+        if self.run_by is None or self.run_by[0] is not call or self.run_by[1] != strides:
+            run = None
+            if isinstance(call.backend, AttentionBackend):
+                pages = PageStrides(query, cache.strides[0][:3], cache.strides[1][:3])
+                run = call.backend.addressed_pages(call.plan, pages)
+            self.run_by = call, strides, run
+        return self.run_by[2]
 
 
 def _is_written_through(out: Tensor) -> bool:
@@ -144,11 +169,10 @@ class RowsPiece(Piece):
     def attended(self, frame: Frame) -> tuple[Tensor, Tensor | None]:
         cache, choice = frame.cache, frame.choice
         assert cache is not None and choice is not None and self.call is not None
-        assert isinstance(self.rows, slice)
         spec = self.planner.group.spec
         backend = self.planner.backend
         assert isinstance(backend, SparseBackend)
-        places = backend.place(spec, choice, self.batch, cache.block_size, self.rows.start)
+        places = backend.place(spec, choice, self.batch, cache.block_size, self.tokens.start)
         return self.called(self.call, frame, cache, places)
 
 

@@ -6,7 +6,8 @@ decode over pages of its own: the chosen ones, complete pages first. Any paged k
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +123,12 @@ def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
 
 
 def expected_choice(
-    spec: LayerSpec, choice: Tensor, tokens: int, device: torch.device
+    spec: LayerSpec, choice: Tensor, tokens: int, device: torch.device, seen: bool = False
 ) -> tuple[Tensor, tuple[int, ...], torch.dtype]:
     """Return a choice with the shape and the dtype that it must have. Raises `BatchError`."""
     sparse = spec.sparse
     assert sparse is not None
-    check_tensor("choice", choice, device)
+    check_tensor("choice", choice, device, seen)
     width = choice.shape[-1] if choice.dim() == 3 else sparse.budget
     if width > sparse.budget:
         raise BatchError(
@@ -180,12 +181,14 @@ def places_of(
     return places.int().masked_fill_((each < 0) | (entries >= visible[:, None]), -1)
 
 
-class ChosenPages(NamedTuple):
+@dataclass(slots=True, eq=False)
+class ChosenPages:
     """A choice that becomes decodes over pages: what `AttentionBackend.page` reads and writes.
+
+    All fields but `choice` are the same in each call of a step.
 
     Attributes:
         spec: the sparse layer.
-        choice: int32 (tokens, 1 or rows of a token, K), of the batch's tokens from `first` on.
         batch: the step.
         first: a token.
         heads: int64 (rows of a token,), the KV head of each.
@@ -195,15 +198,16 @@ class ChosenPages(NamedTuple):
         table: int32 (tokens * rows of a token, pages), written: each row's pages, complete ones first.
             What lies behind them names any page that there is.
         lens: int32 (tokens * rows of a token,), written: how many entries each row attends to.
+        choice: int32 (tokens, 1 or rows of a token, K), of the batch's tokens from `first` on.
+        facts: what a backend keeps of the other fields from one call to the next.
 
     Examples:
-        >>> ChosenPages._fields[:3]
-        ('spec', 'choice', 'batch')
+        >>> ChosenPages.__slots__[:2]
+        ('spec', 'batch')
 
     """
 
     spec: LayerSpec
-    choice: Tensor
     batch: Batch
     first: int
     heads: Tensor
@@ -212,6 +216,8 @@ class ChosenPages(NamedTuple):
     steps: tuple[int, int, int]
     table: Tensor
     lens: Tensor
+    choice: Tensor
+    facts: Any = None
 
 
 def pages_of(

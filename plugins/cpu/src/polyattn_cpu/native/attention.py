@@ -26,6 +26,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     PackedStrides,
+    PageStrides,
     Plan,
     Reads,
     absorbed,
@@ -206,13 +207,24 @@ def _failed(text: str, blocks: int) -> Exception:
     return NativeError(text)
 
 
-def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addressed:
-    """Return `attend` over packed tensors of these strides and any shapes."""
+def addressed(
+    plan: StepPlan,
+    spec: LayerSpec,
+    strides: PackedStrides | PageStrides,
+    block_table: Tensor | None = None,
+) -> Addressed:
+    """Return `attend` over packed tensors, or pages, of these strides and any shapes."""
     lib, pack = kernels(), _TENSORS.pack
     call = lib.pa_attend
-    (qt, qh), (kt, kh), (vt, vh), keys = strides
+    keys = kb = vb = table = row = 0
+    if isinstance(strides, PackedStrides):
+        (qt, qh), (kt, kh), (vt, vh), keys = strides
+    else:
+        assert block_table is not None
+        (qt, qh), (kb, kt, kh), (vb, vt, vh) = strides
+        table, row = block_table.data_ptr(), block_table.stride(0)
     heads, size = spec.num_heads, spec.v_head_size
-    ints = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
+    ints = qt, qh, kb, kt, kh, vb, vt, vh, heads * size, size, heads, 1, row
 
     def run(
         query: Tensor,
@@ -222,16 +234,28 @@ def addressed(plan: StepPlan, spec: LayerSpec, strides: PackedStrides) -> Addres
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        sinks, alibi = params.sinks, params.alibi_slopes
+        sinks, alibi, blocks = params.sinks, params.alibi_slopes, key.shape[0] if table else keys
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
-            0 if alibi is None else alibi.data_ptr(), *ints, params.k_scale, params.v_scale,
+            0 if lse is None else lse.data_ptr(), table, 0 if sinks is None else sinks.data_ptr(),
+            0 if alibi is None else alibi.data_ptr(), *ints, blocks, params.k_scale, params.v_scale,
         )  # fmt: skip
         if call(plan.handle, tensors):
-            raise NativeError(lib.pa_error().decode())
+            raise _failed(lib.pa_error().decode(), blocks)
 
     return run
+
+
+def _facts(chosen: ChosenPages) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Return `pa_chosen`'s fields before, between and behind a choice's sizes."""
+    sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
+    assert sparse is not None and table is not None
+    used = table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
+    strides = table.stride(0), chosen.table.stride(0), *chosen.steps
+    before = *(tensor.data_ptr() for tensor in used), *strides, chosen.first
+    sizes = len(chosen.heads), table.shape[1]
+    entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
+    return before, batch.num_seqs, (*sizes, *entries, chosen.spec.causal, sparse.physical)
 
 
 class NativePlan(Plan):
@@ -272,21 +296,12 @@ class NativeAttention(AttentionBackend):
         return NativePlan(batch, step, self.cache is not None)
 
     def page(self, chosen: ChosenPages) -> bool:
-        sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
-        assert sparse is not None and table is not None
-        if not table.shape[1]:
-            return False
-        table, ids = table if table.stride(1) == 1 else table.contiguous(), chosen.choice.int()
-        read = ids.contiguous(), table, batch.query_start_loc, batch.seq_lens, chosen.heads
-        strides = table.stride(0), chosen.table.stride(0), *chosen.steps
-        tokens = chosen.first, len(ids), batch.num_seqs, *ids.shape[1:]
-        sizes = len(chosen.heads), table.shape[1]
-        entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
-        sees = chosen.spec.causal, sparse.physical
-        packed = _CHOSEN.pack(
-            *(tensor.data_ptr() for tensor in (*read, chosen.table, chosen.lens)),
-            *(*strides, *tokens, *sizes, *entries, *sees),
-        )
+        # This runs once a layer, so it reads what is the same in each call of the step.
+        if chosen.facts is None:
+            chosen.facts = _facts(chosen)
+        (before, seqs, behind), ids = chosen.facts, chosen.choice.contiguous()
+        tokens, choices, width = ids.shape
+        packed = _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
         if kernels().pa_pages(packed, torch.get_num_threads()):
             raise NativeError(
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
@@ -301,6 +316,12 @@ class NativeAttention(AttentionBackend):
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
         return addressed(plan.step, self.spec, strides)
+
+    def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
+        assert isinstance(plan, NativePlan)
+        if self.turns is not None:
+            return None
+        return addressed(plan.step, self.spec, strides, plan.batch.block_table)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
         if self.turns is None:

@@ -124,26 +124,31 @@ void write_pages(void *context, Turn *turn) {
   const int64_t len = x.lens[seq], seen = x.causal ? std::min(len - x.starts[seq + 1] + at + 1, len) : len;
   const int64_t visible = std::max<int64_t>(seen, 0) / x.tokens_per_entry;
   const int32_t *table = x.table + seq * x.table_row, each = pa_max(1, x.group / x.page_size);
+  const int32_t runs = x.block_size / x.page_size;  // pages of a block
+  int32_t shift = 0;
+  while (1 << shift < runs) shift++;
   int32_t *ids = (int32_t *)turn->scratch.at;
   for (int32_t row = 0; row < x.num_rows; row++) {
     const int32_t *from = x.ids + (token * x.choices + (x.choices > 1 ? row : 0)) * x.width;
     int32_t *to = x.pages + (token * x.num_rows + row) * x.pages_row, n = 0, most = 0;
     int64_t entries = 0;
-    bool part = false;  // pages hold an incomplete group, the last one, once
+    bool part = false, ascends = true;  // pages hold an incomplete group, the last one, once
     for (int32_t i = 0; i < x.width; i++) {
       const int64_t entry = (int64_t)from[i] * x.group, shown = x.physical ? x.group : visible - entry;
       if (from[i] < 0 || shown <= 0 || (shown < x.group && part)) continue;
       part |= shown < x.group;
       ids[n++] = from[i];
+      ascends &= from[i] >= most;
       most = pa_max(most, from[i]);
       entries += x.physical ? 1 : std::min<int64_t>(shown, x.group);
     }
-    const int32_t *groups = sorted(ids, ids + x.width, n, most);
+    const int32_t *groups = ascends ? ids : sorted(ids, ids + x.width, n, most);
     const int64_t head = x.heads[row] * x.by_head;
-    for (int32_t i = 0; i < n * each; i++) {
-      const int64_t entry = (int64_t)groups[i / each] * x.group + i % each * x.page_size, block = entry / x.block_size;
+    for (int32_t i = 0, inside = 0; i < n * each; i++) {
+      const int64_t page = (int64_t)*groups * each + inside, block = runs == 1 << shift ? page >> shift : page / runs;
       const int64_t stored = x.physical ? block : table[std::min<int64_t>(block, x.blocks - 1)];
-      to[i] = (int32_t)(stored * x.by_block + entry % x.block_size / x.page_size * x.by_run + head);
+      to[i] = (int32_t)(stored * x.by_block + (page - block * runs) * x.by_run + head);
+      if (++inside == each) inside = 0, groups++;
     }
     std::fill(to + n * each, to + x.width * each, (int32_t)head);
     x.counts[token * x.num_rows + row] = (int32_t)entries;
