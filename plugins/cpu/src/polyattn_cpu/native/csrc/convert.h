@@ -115,7 +115,7 @@ struct Apart {
     x[1] = load(p + W);
   }
 };
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 template <>
 struct Apart<bf16> {
   static constexpr bool ANY = true;
@@ -127,6 +127,8 @@ struct Apart<bf16> {
     x[1] = (vf)(pairs & 0xffff0000u);
   }
 };
+#endif
+#if defined(__AVX512F__)
 PA_INLINE void halves_apart(__m256i even, __m256i odd, vf *x) {
   x[0] = (vf)_mm512_cvtph_ps(even);
   x[1] = (vf)_mm512_cvtph_ps(odd);

@@ -3,8 +3,8 @@
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
 template <class T, int ROWS, class Asks>
-PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
-                  Asks asks) {
+PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
+                        Asks asks) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
   vf acc[W];
   PA_UNROLLED
@@ -68,6 +68,10 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
     if (d < size) step(d, size - d);
   }
   return sums(acc);
+}
+template <class T, int ROWS, class Asks>
+PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks) {
+  return dots_here<T, ROWS>(keys, offset, q, ldq, size, asks);
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
