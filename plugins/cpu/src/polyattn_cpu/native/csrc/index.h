@@ -363,7 +363,7 @@ struct Index {
   static constexpr float FACTOR = 1;
   int row_floats() const { return pa_round_up(x.head_size, 4 * W) / 2; }
 #else
-  static constexpr float FACTOR = Apart<T>::FACTOR;
+  static constexpr float FACTOR = IndexApart<T>::FACTOR;
   int row_floats() const { return pa_round_up(x.head_size, 2 * W); }
 #endif
   void take_few_rows() {
@@ -376,7 +376,7 @@ struct Index {
 #else
       constexpr int LINE = 64 / (int)sizeof(T);
       widen_any(query_of(lane), x.dtype, to, x.head_size);
-      if (Apart<T>::ANY) apart(to, x.head_size / LINE * LINE);
+      if (IndexApart<T>::ANY) apart(to, x.head_size / LINE * LINE);
 #endif
     }
   }
@@ -401,7 +401,7 @@ struct Index {
 #if defined(PA_PAIR_DOTS)
           block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, Silent());
 #else
-          block[p][r] = dots_here<T, ROWS>(some, 0, q, ld, x.head_size, Silent());
+          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, Silent());
 #endif
         }
       }
