@@ -289,7 +289,7 @@ PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t off
       Asks::template keys<(KEYS + 1) / 2>(asks, 0);
       vs row[ROWS];
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) row[r] = read<vs>((const char *)(q + (int64_t)r * ldq) + 2 * (int64_t)d);
+      for (int r = 0; r < ROWS; r++) row[r] = read<vs>(q + (int64_t)r * ldq + d / 2);
       PA_UNROLLED
       for (int k = 0; k < KEYS; k++) {
         const vs x = wide_bytes(keys[k] + offset + d, some);
@@ -298,10 +298,6 @@ PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t off
       }
     };
     int d = 0;
-    for (; d + 4 * W <= size; d += 4 * W) {
-      step(d, 2 * W);
-      step(d + 2 * W, 2 * W);
-    }
     for (; d + 2 * W <= size; d += 2 * W) step(d, 2 * W);
     if (d < size) step(d, size - d);
     put_scores<ROWS>(int_sums(sums(acc)) * byte_row_scales<ROWS>(scales.from(t)) * loadf(units), s, ld);
@@ -447,23 +443,17 @@ PA_NOINLINE void add_int_bytes(const char *const *values, int64_t offset, int co
   PA_UNROLLED
   for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = vi{};
   auto all = [&](int most) __attribute__((always_inline)) {
-    auto two = [&](int t, const char *second) __attribute__((always_inline)) {
+    for (int t = 0; t < count; t += 2, pairs += 4) {
       Asks::template values<8 * W>(asks, t);
-      const vs x = wide_bytes(values[t] + offset, most), y = wide_bytes(second + offset, most);
+      const vs x = wide_bytes(values[t] + offset, most), y = wide_bytes(values[pa_min(t + 1, count - 1)] + offset, most);
       const vs lower = (vs)PA_INT(unpacklo_epi16)((vint)x, (vint)y), upper = (vs)PA_INT(unpackhi_epi16)((vint)x, (vint)y);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) {
-        const vs weight = (vs)(vu{} + pairs[2 * t + r]);
+        const vs weight = (vs)(vu{} + pairs[r]);
         acc[r][0] = add_ints(acc[r][0], lower, weight);
         acc[r][1] = add_ints(acc[r][1], upper, weight);
       }
-    };
-    int t = 0;
-    for (; t + 4 <= count; t += 4) {
-      two(t, values[t + 1]);
-      two(t + 2, values[t + 3]);
     }
-    for (; t < count; t += 2) two(t, values[pa_min(t + 1, count - 1)]);
   };
   if (some >= 2 * W) all(2 * W);
   else all(some);
