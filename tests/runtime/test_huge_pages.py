@@ -6,7 +6,7 @@ import mmap
 from pathlib import Path
 
 import pytest
-from polyattn import CacheFormat
+from polyattn import CacheFormat, Indexer, IndexerSpec, LayerSpec, SparseSpec
 from polyattn.runtime.cache import huge_pages
 from polyattn.runtime.cache.huge_pages import LEAST
 from polyattn.runtime.cache.kv_cache import KVCache
@@ -45,3 +45,14 @@ def test_a_large_cache_asks_and_a_small_one_does_not(monkeypatch: pytest.MonkeyP
     assert not lengths
     KVCache.allocate(FORM, 2 * LEAST // BLOCK)
     assert len(lengths) == 2
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="advice of Linux's")
+def test_a_large_cache_of_index_keys_asks_and_is_zero() -> None:
+    spec = LayerSpec(
+        kind="sparse", num_heads=4, head_size=64, dtype="float32", sparse=SparseSpec(budget=8),
+        indexer=IndexerSpec(num_heads=4, head_size=128, budget=8),
+    )  # fmt: skip
+    cache = Indexer(spec).allocate_cache(2 * LEAST // (64 * 128 * 4), 64)
+    assert "hg" in flags(cache)
+    assert not cache.any()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn.runtime.cache.bits import E4M3_MAX
+from polyattn.runtime.cache.huge_pages import on_huge_pages
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize, raw
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LayerSpec
@@ -23,6 +24,15 @@ def index_cache_form(spec: LayerSpec) -> tuple[int, torch.dtype]:
         return indexer.key_bytes(spec.dtype), torch.uint8
     stored = spec.dtype if indexer.cache_dtype == "auto" else indexer.cache_dtype
     return indexer.head_size, STORAGE_DTYPES[stored]
+
+
+def zeroed_index_cache(
+    spec: LayerSpec, num_blocks: int, block_size: int, device: torch.device
+) -> Tensor:
+    """Return a layer's cache of index keys, (num_blocks, block_size, last size), all zeros."""
+    size, dtype = index_cache_form(spec)
+    cache = torch.empty(num_blocks, block_size, size, dtype=dtype, device=device)
+    return on_huge_pages(cache).zero_()
 
 
 def keys_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:

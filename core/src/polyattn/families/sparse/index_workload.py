@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.families.sparse import reference
-from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
+from polyattn.families.sparse.index_cache import write_index_keys, zeroed_index_cache
 from polyattn.families.sparse.indexer import Indexer, chosen_width
 from polyattn.families.sparse.roofline import index_cost
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
@@ -63,8 +63,7 @@ class IndexWorkload:
         queries, lens = lens_of(lengths)
         entries = [n // form.tokens_per_entry for n in lens]
         table, blocks = dice.blocks([(n + more) // form.tokens_per_entry for n in lens], block)
-        size, stored = index_cache_form(self.spec)
-        keys = torch.zeros(blocks, block, size, dtype=stored, device=self.device)
+        keys = zeroed_index_cache(self.spec, blocks, block, self.device)
         if full:
             self._fill(keys)
         else:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
-from polyattn.families.sparse.index_cache import index_cache_form, write_index_keys
+from polyattn.families.sparse.index_cache import (
+    index_cache_form,
+    write_index_keys,
+    zeroed_index_cache,
+)
 from polyattn.runtime.backend import IndexBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.room import room
@@ -77,9 +81,9 @@ class Indexer:
         form = self.group.cache_format
         assert form is not None
         size, dtype = index_cache_form(self.group.spec)
-        shape, device = (block_size or form.block_size, size), self.group.torch_device
-        with room("num_blocks", num_blocks, math.prod(shape) * dtype.itemsize, device):
-            return torch.zeros(num_blocks, *shape, dtype=dtype, device=device)
+        block, device = block_size or form.block_size, self.group.torch_device
+        with room("num_blocks", num_blocks, block * size * dtype.itemsize, device):
+            return zeroed_index_cache(self.group.spec, num_blocks, block, device)
 
     def store(self, keys: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
         """Write index keys.

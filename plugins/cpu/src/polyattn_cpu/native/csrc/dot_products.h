@@ -2,9 +2,9 @@
 // lines are asked for beside them (dot_asks.h). Included by dot_path.h.
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
-template <class T, int ROWS, class Asks>
-PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
-                  Asks asks) {
+template <class T, int ROWS, class How, class Asks>
+PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
+                        Asks asks) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
   vf acc[W];
   PA_UNROLLED
@@ -19,7 +19,7 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
     if constexpr (KEYS <= 2) {
       vf x[KEYS][2];
       PA_UNROLLED
-      for (int k = 0; k < KEYS; k++) Apart<T>::both((const T *)(keys[k] + offset) + at, x[k]);
+      for (int k = 0; k < KEYS; k++) How::both((const T *)(keys[k] + offset) + at, x[k]);
       PA_UNROLLED
       for (int i = 0; i < 2 * ROWS; i++) {
         vf row = row_at(i % ROWS, at + i / ROWS * W);
@@ -33,7 +33,7 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
       PA_UNROLLED
       for (int k = 0; k < KEYS; k++) {
         vf x[2];
-        Apart<T>::both((const T *)(keys[k] + offset) + at, x);
+        How::both((const T *)(keys[k] + offset) + at, x);
         PA_UNROLLED
         for (int i = 0; i < 2 * ROWS; i++) acc[k * ROWS + i % ROWS] += x[i / ROWS] * row[i];
       }
@@ -46,7 +46,7 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
     PA_UNROLLED
     for (int k = 0; k < KEYS; k++) {
       const T *key = (const T *)(keys[k] + offset) + at;
-      vf x = some < W ? load_some<Apart<T>>(key, some) : Apart<T>::some(key);
+      vf x = some < W ? load_some<How>(key, some) : How::some(key);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
     }
@@ -54,8 +54,8 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
   for (; d + LINE <= size; d += LINE) {
     Asks::template keys<KEYS>(asks, d * sizeof(T));
     PA_UNROLLED
-    for (int at = 0; at < LINE; at += Apart<T>::ANY ? 2 * W : W) {
-      if constexpr (Apart<T>::ANY) {
+    for (int at = 0; at < LINE; at += How::ANY ? 2 * W : W) {
+      if constexpr (How::ANY) {
         two(d + at);
       } else {
         step(d + at, W);
@@ -68,6 +68,10 @@ PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int
     if (d < size) step(d, size - d);
   }
   return sums(acc);
+}
+template <class T, int ROWS, class Asks>
+PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks) {
+  return dots_here<T, ROWS, Apart<T>>(keys, offset, q, ldq, size, asks);
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of

@@ -36,13 +36,9 @@ struct Ranked {
   float best, floor;    // its best score; what a further one must be above (NaN: any will do)
 };
 
-struct IndexAhead {
-  const char *const *next;
+struct Silent {  // asks for nothing
   template <int KEYS>
-  PA_INLINE void keys(const IndexAhead &of, int64_t byte) {
-    PA_UNROLLED
-    for (int k = 0; k < KEYS; k++) prefetch_l2(of.next[k] + byte);
-  }
+  PA_INLINE void keys(const Silent &, int64_t) {}
 };
 
 template <class T, class Engine>
@@ -190,38 +186,32 @@ struct Index {
   }
 
   void take_factors(int count, float by) {
-    for (int i = 0; i < count; i++) {
-      float scale = 1.0f;
-      if (x.scaled) __builtin_memcpy(&scale, scale_at[i], 4);
+    for (int i = 0; i < INDEX_TILE; i += W) write(factors + i, splat(by));
+    for (int i = 0; x.scaled && i < count; i++) {
+      float scale;
+      __builtin_memcpy(&scale, scale_at[i], 4);
       factors[i] = by * scale;
     }
-    for (int i = count; i < pa_round_up(count, W); i++) factors[i] = 0.0f;
   }
 
-  // W keys' sums of ROWS rows, from `lane0` on, to scores: a vector of each row.
-  template <int ROWS>
-  PA_ALWAYS void fold_block(vf *block, int lane0, int t) {
+  // W keys' sums of `count` rows of one token, from its row `head` on, to scores: a vector of each row.
+  PA_ALWAYS void fold_rows(vf *block, int count, int token, int head, int t) {
     const vf factor = loadf(factors + t);
     PA_UNROLLED
-    for (int i = 0; i < ROWS; i++) {
-      block[i] *= factor;
-      if (x.relu) block[i] = vmax(vf{}, block[i]);
+    for (int j = 0; j < count; j++) {
+      block[j] *= factor;
+      if (x.relu) block[j] = vmax(vf{}, block[j]);
     }
-    const int group = pa_min(rows, ROWS);
-    for (int i = 0; i < ROWS; i += group) {
-      const int token = (lane0 + i) / rows, head = (lane0 + i) % rows;
-      if (token >= item.tokens) break;
-      if (x.choices > 1) {
-        for (int j = 0; j < group && head + j < x.num_heads; j++) {
-          write(scores + (int64_t)(token * x.choices + head + j) * INDEX_TILE + t, block[i + j]);
-        }
-        continue;
+    if (x.choices > 1) {
+      for (int j = 0; j < count && head + j < x.num_heads; j++) {
+        write(scores + (int64_t)(token * x.choices + head + j) * INDEX_TILE + t, block[j]);
       }
-      float *to = scores + (int64_t)token * INDEX_TILE + t;
-      vf sum = head ? loadf(to) : vf{};
-      for (int j = 0; j < group; j++) sum += block[i + j] * splat(weights[lane0 + i + j]);
-      write(to, sum);
+      return;
     }
+    float *to = scores + (int64_t)token * INDEX_TILE + t;
+    vf sum = head ? loadf(to) : vf{};
+    for (int j = 0; j < count; j++) sum += block[j] * splat(weights[token * rows + head + j]);
+    write(to, sum);
   }
   // Rows of V vectors, from the `first`th on, to scores. s is [key][V * W].
   PA_NOINLINE void fold(const float *s, int V, int first, int count) {
@@ -230,33 +220,49 @@ struct Index {
         vf block[W];
         for (int i = 0; i < W; i++) block[i] = loadf(s + (int64_t)(t + i) * V * W + v * W);
         transpose(block);
-        fold_block<W>(block, (first + v) * W, t);
+        int lane = (first + v) * W;
+        if (rows >= W) {
+          if (lane / rows < item.tokens) fold_rows(block, W, lane / rows, lane % rows, t);
+          continue;
+        }
+        for (int i = 0; i < W && lane / rows < item.tokens; i += rows, lane += rows) {
+          fold_rows(block + i, rows, lane / rows, 0, t);
+        }
       }
     }
   }
 
+  // Numbers that compare as scores do; NaN is the least, and zero has one sign.
+  static PA_ALWAYS vu ranks_of(vf score) {
+    const vu bits = (vu)(score == score ? score + vf{} : splat(-INFINITY));
+    return bits ^ ((vu)((vi)bits >> 31) | 0x80000000u);
+  }
+  bool is_forced(const Ranked &r, int32_t id) const {
+    return id < x.forced_first || id >= r.sight.there - x.forced_last;
+  }
   void add(Ranked &r, int32_t id, float score) {
-    uint32_t rank = 0xffffffffu;
-    if (id >= x.forced_first && id < r.sight.there - x.forced_last) {
-      if (score <= r.floor) return;
-      score = score == score ? score + 0.0f : -INFINITY;  // zero has one sign
-      __builtin_memcpy(&rank, &score, 4);
-      rank ^= rank >> 31 ? 0xffffffffu : 0x80000000u;
-    }
-    r.numbers[r.count++] = pa_candidate(rank, id);
+    const bool forced = is_forced(r, id);
+    if (!forced && score <= r.floor) return;
+    r.numbers[r.count++] = pa_candidate(forced ? 0xffffffffu : ranks_of(splat(score))[0], id);
   }
   // Entries [id, id + n) are candidates of their own.
   void add_entries(Ranked &r, int32_t id, const float *score, int n) {
     vi place;
     for (int i = 0; i < W; i++) place[i] = i;
     for (int i = 0; i < n; i += W) {
+      if (is_forced(r, id + i) || is_forced(r, id + i + W - 1)) {
+        for (int j = i; j < pa_min(i + W, n); j++) add(r, id + j, score[j]);
+        continue;
+      }
       const vf some = read<vf>(score + i);
-      const bool forced = id + i < x.forced_first || id + i + W > r.sight.there - x.forced_last;
-      const vi there = (vi)(place < splati(n - i)), good = ~(vi)(some <= splat(r.floor)) & there;
-      if (!forced && !any(good)) continue;
-      for (uint32_t lanes = lanes_of(forced ? there : good); lanes; lanes &= lanes - 1) {
-        const int j = i + __builtin_ctz(lanes);
-        add(r, id + j, score[j]);
+      const uint32_t good = lanes_of(~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i)));
+      if (!good) continue;
+      uint32_t rank[W];
+      write(rank, ranks_of(some));
+      PA_UNROLLED
+      for (int j = 0; j < W; j++) {  // each is written; what isn't good is written over
+        r.numbers[r.count] = pa_candidate(rank[j], id + i + j);
+        r.count += good >> j & 1;
       }
     }
   }
@@ -357,7 +363,7 @@ struct Index {
   static constexpr float FACTOR = 1;
   int row_floats() const { return pa_round_up(x.head_size, 4 * W) / 2; }
 #else
-  static constexpr float FACTOR = Apart<T>::FACTOR;
+  static constexpr float FACTOR = IndexApart<T>::FACTOR;
   int row_floats() const { return pa_round_up(x.head_size, 2 * W); }
 #endif
   void take_few_rows() {
@@ -370,7 +376,7 @@ struct Index {
 #else
       constexpr int LINE = 64 / (int)sizeof(T);
       widen_any(query_of(lane), x.dtype, to, x.head_size);
-      if (Apart<T>::ANY) apart(to, x.head_size / LINE * LINE);
+      if (IndexApart<T>::ANY) apart(to, x.head_size / LINE * LINE);
 #endif
     }
   }
@@ -379,25 +385,29 @@ struct Index {
     constexpr int KEYS = W / ROWS;
     const int there = count + next, places = count == INDEX_TILE ? INDEX_PLACES : 1, each = count / places;
     for (int i = there; i < there + W; i++) at[i] = at[there - 1];
-    const int64_t bytes = (int64_t)x.head_size * sizeof(T);
-    const int distance = pa_round_up((int32_t)pa_min((int32_t)(INDEX_AHEAD / bytes) + 1, each), KEYS);
+    const int bytes = x.head_size * (int)sizeof(T), ld = row_floats();
+    const int distance = pa_round_up(pa_min(INDEX_AHEAD / bytes + 1, each), W);
     for (int i = 0; i < each; i += W) {
       vf block[INDEX_PLACES][ROWS];
-      for (int r = 0, t = i; r < ROWS; r++, t += KEYS) {
-        const int later = t + distance < each ? t + distance : t + distance - each + count;  // or the next tile's
+      const int later = i + distance < each ? i + distance : i + distance - each + count;  // or the next tile's
+      for (int r = 0; r < ROWS; r++) {
         for (int p = 0; p < places; p++) {
-          const char *const *some = at + p * each + t;
-          const IndexAhead asks = {at + pa_min(p * each + later, there)};
+          const char *some[KEYS];
+          for (int k = 0; k < KEYS; k++) some[k] = at[p * each + i + r + k * ROWS];
+          const char *const *ask = at + pa_min(p * each + later, there) + r * KEYS;
+          for (int k = 0; k < KEYS; k++) {
+            for (int b = 0; b < bytes; b += 64) prefetch_l2(ask[k] + b);
+          }
 #if defined(PA_PAIR_DOTS)
-          block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * row_floats(), x.head_size, asks);
+          block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, Silent());
 #else
-          block[p][r] = dots<T, ROWS>(some, 0, q, row_floats(), x.head_size, asks);
+          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, Silent());
 #endif
         }
       }
       for (int p = 0; p < places; p++) {
-        apart_by_turns<ROWS>(block[p]);
-        fold_block<ROWS>(block[p], 0, p * each + i);
+        transpose<ROWS>(block[p]);
+        fold_rows(block[p], ROWS, 0, 0, p * each + i);
       }
     }
   }
@@ -445,7 +455,7 @@ struct Index {
       }
       rank(count);
       __builtin_memmove(at, at + count, next * sizeof *at);
-      __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
+      if (x.scaled) __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
       __builtin_memmove(ids, ids + count, next * sizeof *ids);
       count = next;
     }

@@ -176,9 +176,13 @@ PA_INLINE void apart_by_turns(vf *v) {
 
 #if defined(__x86_64__)
 // What x86 takes of (a, b) in one instruction without a table: halves of 128 bits, one of a beside one of
-// b for B of 1 and 2; for larger ones a's even (odd) 128 bits, then b's.
+// b for B of 1 and 2; for larger ones a's even (odd) 128 bits, then b's. Of 256 bits the lower ones are blends
+// for B of 1 and 4, which any port takes.
 template <int B, bool HIGH>
 constexpr int summed(int lane) {
+  if (W == 8 && B == 1) return lane % 4 < 2 ? lane + (HIGH ? 2 : 0) : W + lane - (HIGH ? 2 : 0);
+  if (W == 8 && B == 2) return lane / 4 * 4 + 2 * (lane % 2) + (HIGH ? 1 : 0) + (lane % 4 < 2 ? 0 : W);
+  if (W == 8) return lane < 4 ? lane + (HIGH ? 4 : 0) : W + lane - (HIGH ? 4 : 0);
   if (B == 1) return lane / 4 * 4 + lane % 4 / 2 + (HIGH ? 2 : 0) + (lane % 2 ? W : 0);
   if (B == 2) return interleaved<2, HIGH>(lane);
   const int quarter = lane / 4, half = W / 8 ? W / 8 : 1;
@@ -193,6 +197,12 @@ constexpr int summed(int lane) {
 
 template <int B, class V>
 PA_INLINE V sum_of_halves(V a, V b) {
+#if PA_W == 8  // the compiler's own choice for those is a shuffle, which two ports take
+  if constexpr (B != 2) {
+    return (V)_mm256_blend_ps((__m256)a, (__m256)b, B == 1 ? 0xcc : 0xf0) +
+           __builtin_shufflevector(a, b, PA_LANES(summed, B, true));
+  }
+#endif
   return __builtin_shufflevector(a, b, PA_LANES(summed, B, false)) +
          __builtin_shufflevector(a, b, PA_LANES(summed, B, true));
 }
@@ -210,15 +220,17 @@ PA_INLINE V sums(const V *v) {
   }
 }
 
-// A W x W matrix of 32-bit elements, turned over its diagonal in place.
-template <int B = 1>
+// N vectors as N x N matrices of 32-bit elements, one of each N lanes, turned over their diagonals in place.
+template <int N = W, int B = 1>
 PA_INLINE void transpose(vf *v) {
-  PA_UNROLLED
-  for (int i = 0; i < W; i++) {
-    if (i & B) continue;
-    vf a = v[i], b = v[i + B];
-    v[i] = low<B>(a, b);
-    v[i + B] = high<B>(a, b);
+  if constexpr (B < N) {
+    PA_UNROLLED
+    for (int i = 0; i < N; i++) {
+      if (i & B) continue;
+      vf a = v[i], b = v[i + B];
+      v[i] = low<B>(a, b);
+      v[i + B] = high<B>(a, b);
+    }
+    transpose<N, 2 * B>(v);
   }
-  if constexpr (B < W / 2) transpose<2 * B>(v);
 }
