@@ -18,7 +18,7 @@ KINDS = ("decode", "short", "prefill", "chunked", "mixed")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call."""
 
-DEALS = ("even", "padded", "cut", "pages", "heads")
+DEALS = ("even", "padded", "cut", "pages", "heads", "whole")
 """How a library deals keys out to a chip's processors; `selection.dealing` knows each way."""
 
 

@@ -1,0 +1,87 @@
+"""What the choice takes for this plugin's schedules, beside its plans."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from chips import h200
+from polyattn import Batch, Device, LatentSpec, LayerSpec
+from polyattn.selection.cache_format import format_of
+from polyattn.selection.dealing import deal
+from polyattn_triton import launch, mla
+from polyattn_triton.mla import FEW_HEADS_RATES, RATES, ROLES_RATES
+from pretending import pretended
+
+SMS = 132
+H200 = Device("cuda", "sm_90", torch_device="cpu")
+
+
+def drawn(
+    source: random.Random, most: int, queries: tuple[int, int], top: float
+) -> tuple[list[int], list[int]]:
+    """Tokens and keys of a step's rows: alike, or each its own."""
+    count, mean = source.randint(1, most), math.exp(source.uniform(4, top))
+    alike, tokens = source.random() < 0.5, source.randint(*queries)
+    q = [tokens if alike else source.randint(*queries) for _ in range(count)]
+    return q, [n + int(mean * (1 if alike else source.uniform(0.1, 3))) for n in q]
+
+
+def batch_of(q: list[int], n: list[int]) -> Batch:
+    starts = np.append(0, np.cumsum(q)).tolist()
+    return Batch(starts, n, torch.zeros(len(q), -(-max(n) // 64) + 1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(16, (1, 1)), (64, (1, 1)), (128, (1, 1)), (32, (2, 9)), (128, (2, 9))]
+)
+def test_latents_are_shared_out_as_planned(
+    heads: int, queries: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "facts", h200(SMS))
+    spec = LayerSpec(
+        kind="mla", num_heads=heads, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    backend = mla.TritonMLA(spec, format_of(spec, H200, "NHD", 64), H200)
+    source, cuts = random.Random(heads), []
+    for _ in range(60):
+        q, n = drawn(source, 130, queries, 9)
+        plan = backend.plan(batch_of(q, n))
+        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"even": SMS})["even"]
+        span = counts.pairs * heads / SMS / 64**2
+        few = backend.kernels.few_heads and queries == (1, 1)
+        rates = FEW_HEADS_RATES if few else ROLES_RATES if plan.roles else RATES
+        if plan.way.split:
+            share, total = plan.work[:2].tolist()
+            assert span * (1 + few) == pytest.approx(min(share, total), rel=0.13, abs=1), (
+                q,
+                n,
+                plan.work[:4],
+            )
+        else:
+            assert span >= -(-max(n) // 64) + rates.item - 0.1
+        assert counts.rows == (plan.merging is not None)
+        cuts.append(counts.rows)
+    assert sum(cuts) > 0
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_prompts_and_chunks_are_cut_as_planned(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = LayerSpec(num_heads=16, num_kv_heads=2, head_size=size)
+    backend, _ = pretended(monkeypatch, spec)
+    source, ways = random.Random(size), []
+    for _ in range(60):
+        q, n = drawn(source, 12, (17, 400), 8)
+        plan = backend.plan(batch_of(q, n))
+        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+        assert plan.config.block_m == 128 and counts.longest == (plan.way == "pieces")
+        if plan.way == "pieces":
+            span = counts.pairs * 16 / SMS / 128 / plan.config.block_n
+            assert span == pytest.approx(int(plan.work[0]), rel=0.13, abs=1)
+        ways.append(plan.way)
+    assert {"pieces", "prefill"} == set(ways)
