@@ -191,14 +191,14 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             ratio = gl.exp2((m - base) * by)
             m = m_new
             rounded = p.to(DTYPE)
+            acc = acc * gl.convert_layout(ratio, gl.SliceLayout(1, OUTPUT))[:, None]
+            weights = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
+            acc = warpgroup_mma(weights, k_smem.index(2 * stage + 1), acc, is_async=True)
             row_smem.index(stage).store(ratio)
             p_smem.index(stage).store(rounded)
             fence_async_shared()
             barrier()
             mbarrier.arrive(p_full.index(stage))
-            acc = acc * gl.convert_layout(ratio, gl.SliceLayout(1, OUTPUT))[:, None]
-            weights = gl.convert_layout(rounded, gl.DotOperandLayout(0, OUTPUT, 2))
-            acc = warpgroup_mma(weights, k_smem.index(2 * stage + 1), acc, is_async=True)
             l = l * ratio + gl.sum(p, 1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
@@ -238,9 +238,11 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         barrier()
         mbarrier.arrive(q_turns.index(0))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for _i in range(count):
+        for i in range(count):
             stage = n % 2
             mbarrier.wait(p_full.index(stage), (n // 2) & 1)
+            if i + 1 < count:  # the next scores come first
+                mbarrier.wait(empty.index(3 * ((n + 1) % 2) + TURNED), ((n + 1) // 2) & 1)
             acc = acc * row_smem.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(p_smem.index(stage), k_smem.index(2 * stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
