@@ -75,14 +75,19 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scope", ["all", "kv_head"])
-def test_a_call_asks_torch_for_its_output_alone(scope: str) -> None:
-    """Each other operator, a view too, costs a cold host as much as all checks."""
+def chosen_pages(scope: str, lengths: list[tuple[int, int]]) -> Any:
+    """Return a step of a layer that reads three pages of 16 tokens."""
     spec = LayerSpec(
         kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16,
         sparse=SparseSpec(budget=3, granularity=16, scope=scope),
     )  # fmt: skip
-    step: Any = workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), [(1, 40), (1, 7)])
+    return workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), lengths)
+
+
+@pytest.mark.parametrize("scope", ["all", "kv_head"])
+def test_a_call_asks_torch_for_its_output_alone(scope: str) -> None:
+    """Each other operator, a view too, costs a cold host as much as all checks."""
+    step = chosen_pages(scope, [(1, 40), (1, 7)])
     layer, plan = SparseAttention(step.group), step.group.plan(step.batch)
 
     def call() -> Any:
@@ -97,11 +102,7 @@ def test_a_call_asks_torch_for_its_output_alone(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["all", "kv_head"])
 def test_a_query_in_a_fused_projection_is_read(scope: str) -> None:
-    spec = LayerSpec(
-        kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16,
-        sparse=SparseSpec(budget=3, granularity=16, scope=scope),
-    )  # fmt: skip
-    step: Any = workload(LayerGroup(select(spec, "cpu", backend="NATIVE_ATTN")), [(1, 40), (2, 27)])
+    step = chosen_pages(scope, [(1, 40), (2, 27)])
     layer, wide = SparseAttention(step.group), torch.randn(3, 4 * 32 + 100)
     query = wide[:, 100:].unflatten(1, (4, 32))
     query.copy_(step.query)

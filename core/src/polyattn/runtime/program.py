@@ -102,6 +102,8 @@ class Frame:
     def set_out(self, result: Tensor) -> None:
         """Make a tensor the output: in place of a `fresh` one if it is like it, else by a copy.
 
+        If it is the output already, nothing happens.
+
         Args:
             result: of `out`'s shape. Nothing else reads or writes its memory, now or later. For an
                 `out` of 8 bits it is wider, and is quantised.
@@ -114,9 +116,7 @@ class Frame:
             True
 
         """
-        if self.fresh and is_like(result, self.out):
-            self.out = result
-        else:
+        if not _is_output(self, result):
             write_output(self.out, result, self.params.out_scale)
 
     def but(self, **changes: Any) -> Frame:
@@ -223,9 +223,7 @@ class RecurrentFrame:
             result: of `out`'s shape. Nothing else reads or writes its memory, now or later.
 
         """
-        if self.fresh and is_like(result, self.out):
-            self.out = result
-        else:
+        if not _is_output(self, result):
             self.out.copy_(result)
 
     def but(self, **changes: Any) -> RecurrentFrame:
@@ -259,10 +257,16 @@ class RecurrentFrame:
         put_rows(self.out, rows, part.out)
 
 
-def is_like(result: Tensor, out: Tensor) -> bool:
-    """Return whether a tensor can take a new output's place: of its shape and dtype, without gaps."""
+def _is_output(frame: Frame | RecurrentFrame, result: Tensor) -> bool:
+    """Return whether a tensor is the frame's output now: it was before, or it took a fresh one's place.
+
+    For that it has the same shape and dtype, and no gaps.
+    """
+    out = frame.out
     alike = result.shape == out.shape and result.dtype is out.dtype
-    return alike and result.is_contiguous()
+    if frame.fresh and alike and result.is_contiguous():
+        frame.out = result
+    return frame.out is result
 
 
 def rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:

@@ -97,7 +97,7 @@ def deal(
     `seen`: keys that a token sees at most. `ways`: to how many processors, by the name.
     """
     rows, tokens, longest = len(queries), int(queries.sum()), int(queries.max())
-    known: dict[tuple[int, int, bool], Tiles] = {}
+    by_form: dict[tuple[int, int, bool], Tiles] = {}
     counts = {}
     for name, processors in ways.items():
         if name == "whole":
@@ -112,10 +112,10 @@ def deal(
         if name == "pages" and tokens * group > high * rows:
             high, processors = 2 * high, processors // 2  # two processors share a tile
         padded = name == "padded" and tokens < longest * rows
-        if (group, high, padded) not in known:
+        if (group, high, padded) not in by_form:
             q = np.full_like(queries, longest) if padded else queries
-            known[group, high, padded] = _tiles(spec, q, lens, seen, group, high, block)
-        tiles = known[group, high, padded]
+            by_form[group, high, padded] = _tiles(spec, q, lens, seen, group, high, block)
+        tiles = by_form[group, high, padded]
         of_all = longest * rows if padded else tokens
         height, span = min(high, longest * group), 0.0
         if name == "padded":
@@ -231,8 +231,9 @@ def _pieces(name: str, tiles: Tiles, processors: int, latents: bool) -> tuple[fl
         span = (total + BEGIN * pieces) / processors + largest / 2
         return max(largest, span), most_parts, merged
     tile = np.repeat(np.arange(len(of)), of)
-    sizes = np.repeat(share[tile], parts[tile])
-    sizes[parts[tile].cumsum() - 1] = last[tile]
+    of_tile = parts[tile]
+    sizes = np.repeat(share[tile], of_tile)
+    sizes[of_tile.cumsum() - 1] = last[tile]
     return _end(sizes + BEGIN, processors), most_parts, merged
 
 

@@ -112,9 +112,9 @@ def cohere2_moe(cfg: Config) -> Stack:
 
 def molmo2_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """Only the layers that `rope_scaling_layers` lists are stretched; null: all are."""
-    listed = cfg.items("rope_scaling_layers", int)
+    layers = cfg.items("rope_scaling_layers", int)
     rope = read_rope(cfg, size)
-    if listed is None or index in listed:
+    if layers is None or index in layers:
         return rope
     return RopeSpec(rotary_size=rope.rotary_size, base=rope.base)
 
@@ -142,8 +142,8 @@ def muse(theta: float) -> Decoder:
         bases = cfg.get("layer_rope_theta") or [k == SLIDING for k in muse_types(cfg, count)]
         if not isinstance(bases, list) or len(bases) != count:
             raise cfg.error("layer_rope_theta", bases, f"must be {count} numbers")
-        stated = read_rope(cfg, size, default={"rope_type": "default", "rope_theta": theta})
-        return stated if bases[index] else None
+        shared = read_rope(cfg, size, default={"rope_type": "default", "rope_theta": theta})
+        return shared if bases[index] else None
 
     return Decoder(types=muse_types, listed=True, window=needed_window, rope=rope)
 

@@ -100,8 +100,8 @@ def mistral4(cfg: Config) -> Stack:
     size = cfg.need("qk_nope_head_dim") + cfg.need("qk_rope_head_dim")
     part = cfg.need("qk_rope_head_dim") / size
     cfg.only("head_dim", size)
-    stated = cfg.get("rope_scaling") or cfg.get("rope_parameters") or MISTRAL4_ROPE
-    cfg.values.update(rope_parameters=stated, rope_scaling=None, head_dim=None)
+    rotation = cfg.get("rope_scaling") or cfg.get("rope_parameters") or MISTRAL4_ROPE
+    cfg.values.update(rope_parameters=rotation, rope_scaling=None, head_dim=None)
     rope = read_rope(cfg, size, pairing=_pairing(cfg, True), partial=part)
     rope = with_temperature(cfg, rope, parameters(cfg, FULL, None))
     return [latent_attention(cfg, rope)] * cfg.need("num_hidden_layers")

@@ -79,8 +79,7 @@ class FlashAttention2(AttentionBackend):
             if plan.keys is not None:
                 inner.key, inner.value = plan.keys.read(frame.key, frame.value, None)
             result, lse = self.varlen(plan, inner)
-            if result is not out:
-                frame.set_out(result)
+            frame.set_out(result)
             store_lse(frame.lse, lse)
             return
         inner.query = query = rows.spread(inner.query)

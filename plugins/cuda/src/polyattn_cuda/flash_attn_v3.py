@@ -109,8 +109,7 @@ class FlashAttention3(AttentionBackend):
                 self._each(params.v_scale, shape, query.device),
             )
         result, lse = self.attend(plan, inner, scales)
-        if result is not frame.out:
-            frame.set_out(result)
+        frame.set_out(result)
         store_lse(frame.lse, lse)
 
     def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -74,10 +74,8 @@ class Absorbed(Op):
             inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
         inner.fresh = frame.fresh or not direct
         self.call.run(inner)
-        if weights is not None:
-            frame.set_out(project(inner.out, weights[1], self.counts))
-        elif inner.out is not out:
-            frame.set_out(inner.out)
+        result = inner.out if weights is None else project(inner.out, weights[1], self.counts)
+        frame.set_out(result)
 
 
 class Expansion(Op):

@@ -250,9 +250,9 @@ def _facts(chosen: ChosenPages) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """Return `pa_chosen`'s fields before, between and behind a choice's sizes."""
     sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
     assert sparse is not None and table is not None
-    used = table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
+    tensors = table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table, chosen.lens
     strides = table.stride(0), chosen.table.stride(0), *chosen.steps
-    before = *(tensor.data_ptr() for tensor in used), *strides, chosen.first
+    before = *(tensor.data_ptr() for tensor in tensors), *strides, chosen.first
     sizes = len(chosen.heads), table.shape[1]
     entries = sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size
     return before, batch.num_seqs, (*sizes, *entries, chosen.spec.causal, sparse.physical)

@@ -179,8 +179,8 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.arrive(empty.index(3 * stage + TURNED))
             if first + i >= unmasked:
                 key = (first + i) * 64
-                places = key + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-                s = kept_below(s, places[None, :], bound[:, None], "0fFF800000")
+                column = key + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+                s = kept_below(s, column[None, :], bound[:, None], "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
                     clear(k_smem.index(2 * stage), seq_len - key, HALF, 64)
