@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import resolve_device
+from polyattn import discover, resolve_device
 from polyattn.conformance import claim
 from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES
 from polyattn.conformance.claim import PROVING, Findings, find
@@ -145,8 +145,15 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 
 
+OTHERS = ",".join(p.name for p in discover().plugins if p.name not in ("core", "cpu"))
+"""Plugins that no claim here needs: each trial discovers anew, timing tables and all."""
 PROVED_ALONE = (no_gqa, only_64, only_bf16, windowed, with_lse, paged_hnd, blocks_of_16)
 """Of these the claims are proved; what every backend must do, too, the others show."""
+
+
+@pytest.fixture(autouse=True)
+def without_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", OTHERS)
 
 
 def found_of(function: Callable[..., Any]) -> Findings:
