@@ -20,7 +20,8 @@ FEW = (
     "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed) or context-cached"
 )
 """Views, plans and isolation: what a door can get wrong, where the kernels themselves are right."""
-FEW_RECURRENT = "recurrent_out or recurrent_strided or recurrent_plans-gdn"
+FEW_RECURRENT = "(recurrent_out or recurrent_strided or recurrent_plans-linear) and not mamba1"
+"""Mamba-1 compiles for a minute, and Mamba-2 passes as many parameters; plans are any kind's."""
 ALL = ""
 
 
@@ -42,7 +43,7 @@ def conforms_through(door: str, backend: str, chosen: str, least: int) -> None:
 @slow
 @pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 @pytest.mark.parametrize(
-    ("backend", "chosen", "least"), [("XLA_SCAN", FEW_RECURRENT, 11), ("PALLAS_ATTN", FEW, 5)]
+    ("backend", "chosen", "least"), [("XLA_SCAN", FEW_RECURRENT, 9), ("PALLAS_ATTN", FEW, 5)]
 )
 def test_views_and_plans_conform_through_torchax(backend: str, chosen: str, least: int) -> None:
     """JAX's functions have no views, and their plans are values: `test_jax_door.py` has their numbers."""
