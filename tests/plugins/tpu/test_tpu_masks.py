@@ -58,9 +58,10 @@ def test_a_step_without_keys_is_zeros(lens: tuple[list[int], list[int]]) -> None
 @pytest.mark.parametrize(
     ("cases", "step"),
     [
-        pytest.param("grid", 60, marks=slow),
-        pytest.param("beyond", 29, marks=slow),
+        pytest.param("grid", 61, marks=slow),
+        pytest.param("beyond", 43, marks=slow),
         pytest.param("grid", 1, marks=pytest.mark.sweep),
+        pytest.param("beyond", 29, marks=pytest.mark.sweep),
     ],
 )
 def test_every_mask_in_the_interpreter(cases: str, step: int) -> None:
