@@ -1,6 +1,6 @@
 """Random batches through every backend that a CPU runs, NaN and infinities beside sound requests.
 
-500 of each backend in CI, 10,000 in a sweep, 100,000 by `python benchmarks/random_batches.py`.
+250 of each backend in CI, 10,000 in a sweep, 100,000 by `python benchmarks/random_batches.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def flex_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("flex_as_defined")
 @pytest.mark.parametrize(
     "count",
-    [pytest.param(500, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.sweep)],
+    [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.sweep)],
 )
 @pytest.mark.parametrize("backend", OTHERS)
 def test_thousands(backend: str, count: int) -> None:
