@@ -299,9 +299,9 @@ def _cut(step: Step, processors: int) -> Counts:
     each_parts = np.minimum(parts[row], blocks)
     share = -(-blocks // each_parts)
     pieces = _cut_up(share, each_parts, blocks - (each_parts - 1) * share)
-    if heads > 1:
-        of = np.tile(np.repeat(row, each_parts), heads)
-        pieces = np.tile(pieces, heads)[of.argsort(kind="stable")]
+    pieces = np.tile(pieces, heads)
+    if len(each) > 1 and processors < len(pieces) <= ROUNDS * processors:
+        pieces = pieces[np.tile(np.repeat(row, each_parts), heads).argsort(kind="stable")]
     span, partial = _end(pieces + BEGIN, processors), PARTIAL * merging * int(step.queries @ parts)
     return step.counts(
         span, processors * high * block, int(merging), partial, merging * int(parts.max())
@@ -330,6 +330,9 @@ def _packed(step: Step, processors: int) -> Counts:
         keys = np.minimum(keys, step.seen + 1 + high // group)
     pages = -(-keys // PAGE)
     room, limit, top = max(1, slots // spec.num_kv_heads), PIECE // PAGE, int(pages.max())
+    total, number = int(each @ pages), int(each.sum())
+    limit = max(limit, -(-total // room))
+    top = min(top, -(-total // (room - number))) if room > number else top
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
         fits = int(each @ -(-pages // middle)) <= room
