@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from polyattn import LatentSpec, LayerSpec
-from polyattn.selection.dealing import BEGIN, deal, deals_of
+from polyattn.selection.dealing import BEGIN, LIGHT_BEGIN, deal, deals_of
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
 from polyattn.spec.timing import DEALS, TERMS, TimingModel
 
@@ -27,12 +27,19 @@ def mla(heads: int) -> LayerSpec:
     )  # fmt: skip
 
 
-def busiest(pieces: list[int], processors: int) -> int:
+def busiest(pieces: list[int], processors: int, begin: int = BEGIN) -> int:
     """Blocks of the fullest processor: each gets the next piece when it is free."""
     loads = [0] * processors
     for piece in pieces:
-        heapreplace(loads, loads[0] + piece + BEGIN)
+        heapreplace(loads, loads[0] + piece + begin)
     return max(loads)
+
+
+def tiles_of(group: int, rows: tuple[int, int]) -> list[int]:
+    """Blocks of 128 keys that each tile of 128 (token, head) sees; the last token sees all keys."""
+    tokens, keys = rows
+    lasts = [min(end, tokens * group) - 1 for end in range(128, tokens * group + 128, 128)]
+    return [math.ceil((keys - tokens + last // group + 1) / 128) for last in lasts]
 
 
 def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[list[int], int, bool]:
@@ -40,20 +47,23 @@ def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[lis
 
     And the parts of the longest row, and whether all are merged.
     """
-    group, heads = (spec.num_heads, 1) if spec.latent else (spec.gqa_ratio, spec.num_kv_heads)
-    size = 64 if spec.latent else 128
-    tiles = [math.ceil(q * group / size) for q, _ in rows]
-    blocks = [math.ceil((n if spec.latent else n - (q - 1) // 2) / size) for q, n in rows]
-    share = math.ceil(
-        sum(t * b for t, b in zip(tiles, blocks, strict=True)) * heads * 11 / 10 / PROCESSORS
-    )
-    split = max(tiles) * heads < 0.8 * PROCESSORS and max(blocks) > 4
+    latents = spec.latent is not None
+    group, heads = (spec.num_heads, 1) if latents else (spec.gqa_ratio, spec.num_kv_heads)
+    size = 64 if latents else 128
+    seen = [
+        [math.ceil(n / 64)] * math.ceil(q * group / 64) if latents else tiles_of(group, (q, n))
+        for q, n in rows
+    ]
+    share = math.ceil(sum(len(row) * row[-1] for row in seen) * heads * 11 / 10 / PROCESSORS)
+    split = max(map(len, seen)) * heads < 0.8 * PROCESSORS and max(row[-1] for row in seen) > 4
     pieces = []
-    for t, b in zip(tiles, blocks, strict=True):
-        parts = math.ceil(b / share) if split else 1
-        each = math.ceil(b / parts)
-        pieces += [*[each] * (parts - 1), b - (parts - 1) * each] * t * heads
-    most = max(math.ceil(b / share) for b in blocks) if split else 1
+    for row, (_, n) in zip(seen, rows, strict=True):
+        row_parts = math.ceil(math.ceil(n / size) / share) if split else 1
+        for blocks in row[::-1] * heads:
+            parts = min(row_parts, blocks)
+            each = math.ceil(blocks / parts)
+            pieces += [*[each] * (parts - 1), blocks - (parts - 1) * each]
+    most = max(math.ceil(row[-1] / share) for row in seen) if split else 1
     return pieces, most, split
 
 
@@ -87,7 +97,7 @@ def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[floa
     q, n = np.array(rows).T
     counts = deal(spec, q, n, NO_END, {name: PROCESSORS})[name]
     size = 64 if spec.latent else 128
-    assert counts.rows == (counts.longest > 0)
+    assert name == "heads" or counts.rows == (counts.longest > 0)
     return counts.pairs * spec.num_heads / PROCESSORS / size**2, counts.longest
 
 
@@ -97,14 +107,14 @@ def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[floa
     ids=["16", "128", "drafts", "chunks"],
 )
 def test_cuts_are_flash_attentions(spec: LayerSpec, queries: tuple[int, int]) -> None:
-    for rows in steps(3, 130, queries):
+    for rows in steps(3, 130 if spec.latent else 50, queries):
         pieces, most, split = flash_attention_3(spec, rows)
         span, merged = dealt("cut", spec, rows)
         assert span == pytest.approx(busiest(pieces, PROCESSORS), abs=0.1)
         if spec.latent:
             assert merged == (max(2, most) + len(pieces) // 4 if split else 0)
         else:
-            assert merged == (most if most > 1 else 0)
+            assert merged == (most if split else 0)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
@@ -141,12 +151,55 @@ def test_many_pieces_are_not_dealt_one_by_one() -> None:
 
 
 def test_heads_have_tiles_of_their_own() -> None:
-    """40 tokens of 28 heads are 28 tiles a row, where a group of 7 packs them into three a KV head."""
-    rows = [(40, 441)] * 10
-    span, parts = dealt("heads", DENSE, rows)
-    pieces = [math.ceil((441 - 19) / 128)] * 280
-    assert not parts and span == pytest.approx(busiest(pieces, PROCESSORS), abs=0.1)
-    assert dealt("cut", DENSE, rows)[0] < span
+    """40 tokens of 28 heads are 28 tiles a row, where a group of 7 packs them into three a KV head.
+
+    They are dealt out head by head, the longest rows first, and of a row the last tiles.
+    """
+    alike, ragged = [(40, 441)] * 10, [(40, 441), (300, 2000), (150, 150), (200, 1000)] * 3
+    for rows in (alike, ragged):
+        span, _ = dealt("heads", DENSE, rows)
+        longest = sorted(rows, key=lambda row: -row[1])
+        pieces = [b for row in longest for b in tiles_of(1, row)[::-1]] * 28
+        assert span == pytest.approx(busiest(pieces, PROCESSORS, LIGHT_BEGIN), abs=0.1)
+    assert dealt("cut", DENSE, alike)[0] < dealt("heads", DENSE, alike)[0]
+
+
+@pytest.mark.parametrize(("tokens", "height", "weight"), [(2, 16, 0.6), (4, 64, 1), (12, 128, 1.6)])
+def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
+    """FlashInfer's `PrefillSplitQOKVIndptr`: the shortest pieces of which two fit on a processor."""
+    for keys in ((3000, 200, 900), (130, 50, 90), (60_000, 5000, 11)):
+        rows = [(tokens, n + tokens) for n in keys] * 2
+        tiles = math.ceil(tokens * 7 / height)
+        room, pages = 2 * PROCESSORS // 4, [math.ceil(n / 16) for _, n in rows]
+        limit = next(
+            c for c in range(8, 1 << 20)
+            if c >= max(pages) or sum(tiles * math.ceil(p / c) for p in pages) <= room
+        )  # fmt: skip
+        span, merged = dealt("heads", DENSE, rows)
+        parts = math.ceil(max(pages) / limit)
+        assert merged == (parts if parts > 1 else 0)
+        pieces = sum(tiles * math.ceil(p / limit) for p in pages) * 4
+        alone = 1 if pieces <= PROCESSORS else 2
+        expected = (min(limit, max(pages)) * 16 + 128) * alone * weight * 64 / 128**2
+        assert span == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("size", "high", "block"), [(64, 192, 128), (192, 128, 96), (256, 128, 80)]
+)
+def test_tiles_are_as_high_as_a_head_size_has_them(size: int, high: int, block: int) -> None:
+    spec = LayerSpec(num_heads=16, num_kv_heads=16, head_size=size)
+    q, n = np.array([200] * 40), np.array([200] * 40)
+    counts = deal(spec, q, n, NO_END, {"cut": PROCESSORS})["cut"]
+    lasts = [min(end, 200) for end in range(high, 200 + high, high)]
+    pieces = [math.ceil(last / block) for last in lasts[::-1]] * 16 * 40
+    expected = busiest(pieces, PROCESSORS)
+    assert counts.pairs * 16 / PROCESSORS / high / block == pytest.approx(expected, rel=0.06)
+    few = deal(spec, q[:3] // 50, n[:3], NO_END, {"cut": PROCESSORS})["cut"]
+    rows = 64 if size == 64 else 128
+    assert few.pairs * 16 / PROCESSORS / rows / block == pytest.approx(
+        math.ceil(200 / block) + BEGIN, abs=0.1
+    )
 
 
 def test_a_step_without_keys_is_dealt() -> None:

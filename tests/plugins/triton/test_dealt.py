@@ -12,7 +12,7 @@ import torch
 from chips import h200
 from polyattn import Batch, Device, LatentSpec, LayerSpec
 from polyattn.selection.cache_format import format_of
-from polyattn.selection.dealing import deal
+from polyattn.selection.dealing import TALL_BLOCK, deal
 from polyattn_triton import launch, mla
 from polyattn_triton.mla import FEW_HEADS_RATES, RATES, ROLES_RATES
 from pretending import pretended
@@ -79,9 +79,31 @@ def test_prompts_and_chunks_are_cut_as_planned(size: int, monkeypatch: pytest.Mo
         q, n = drawn(source, 12, (17, 400), 8)
         plan = backend.plan(batch_of(q, n))
         counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
-        assert plan.config.block_m == 128 and counts.longest == (plan.way == "pieces")
+        assert plan.config.block_m == 128 and counts.rows == (plan.way == "pieces")
         if plan.way == "pieces":
-            span = counts.pairs * 16 / SMS / 128 / plan.config.block_n
+            span = counts.pairs * 16 / SMS / 128 / plan.config.block_n / TALL_BLOCK
             assert span == pytest.approx(int(plan.work[0]), rel=0.13, abs=1)
         ways.append(plan.way)
     assert {"pieces", "prefill"} == set(ways)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 16, 64), (16, 2, 128), (24, 4, 256)])
+def test_short_rows_are_shared_out_as_planned(
+    heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size)
+    backend, _ = pretended(monkeypatch, spec)
+    source, ways = random.Random(size), []
+    for _ in range(60):
+        q, n = drawn(source, 40, (2, 16), 8)
+        plan = backend.plan(batch_of(q, n))
+        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+        assert counts.rows == (plan.merging is not None)
+        if plan.way == "few":
+            share, _, item, count = plan.work[:4].tolist()
+            span = counts.pairs * heads / SMS / 64 / (64 + plan.config.block_m) * 2
+            assert item == 1 and span >= min(share, max(n) // plan.config.block_n) + 0.9
+            begun = round(span) - share if counts.rows else 1
+            assert 1 <= begun <= count and counts.longest == begun * counts.rows
+        ways.append(plan.way)
+    assert "few" in ways
