@@ -259,6 +259,9 @@ class Step(NamedTuple):
 
     def tiles(self, group: int, high: int, block: int) -> tuple[Ints, Ints, Ints]:
         """Return rows' tiles; of each tile of a KV head its row, and the blocks that it goes through."""
+        if self.seen == sys.maxsize and int(self.queries.max()) * group <= high:
+            rows = np.arange(len(self.lens))
+            return np.ones_like(rows), rows, (self.lens + block - 1) // block
         each = (self.queries * group + high - 1) // high
         row = np.repeat(np.arange(len(each)), each)
         first = (np.arange(len(row)) - np.repeat(each.cumsum() - each, each)) * high
@@ -421,6 +424,7 @@ def _end(costs: Ints, processors: int) -> float:
         return max(largest, int(costs.sum()) / processors + largest / 2)
     ends: list[int] = costs[:processors].tolist()
     heapq.heapify(ends)
+    replace = heapq.heapreplace
     for cost in costs[processors:].tolist():
-        heapq.heapreplace(ends, ends[0] + cost)
+        replace(ends, ends[0] + cost)
     return max(ends)
