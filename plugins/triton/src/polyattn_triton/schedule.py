@@ -268,7 +268,9 @@ def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]
     dealt = stretches(Line.of(keys, item), programs, rates)
     share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
     equals = dealt.total > int(keys.sum()) + item * count
-    if equals or count > MANY * programs or int(keys.min()) + item > most:  # or all are long
+    shortest = int(keys.min()) + item
+    # Where no tile fits, a short share would grow by `2 * item`, a multiple of it.
+    if equals or count > MANY * programs or shortest > int(EVEN * share):
         return dealt, _upto(count)
     order = np.argsort(-keys, kind="stable")
     units = keys[order] + item
