@@ -217,29 +217,36 @@ class Visit:
     def formats(self) -> None:
         """Decode 64 x 4,096 tokens over 4 and 8 bits beside bfloat16, alternating: medians.
 
-        The bars speak of both cores, as engines decode, and of more than the last cache holds.
+        The bars speak of both cores, as engines decode, and of more than the last cache holds. `hot`: the
+        same ratio where a table names four blocks alone: below the bar, a format's instructions miss it.
         """
-        bars = {
-            "int4": 1.6, "int8": 1.3, "int8_rows": 1.3, "mxfp4": None, "nvfp4": None, "kivi4": None,
-        }  # fmt: skip
-        llama = self.native.LLAMA
+        some = {"int4": 1.6, "int8": 1.3, "int8_rows": 1.3}
+        bars, llama = some | dict.fromkeys(("mxfp4", "nvfp4", "kivi4")), self.native.LLAMA
         for count, clock in ((2, time.perf_counter), (1, time.thread_time)):
             with self.threads(count):
                 specs = {name: llama.replace(kv_cache_dtype=name) for name in ("auto", *bars)}
-                calls = {n: self.native.Case(spec, "64q1s4k").call() for n, spec in specs.items()}
+                cases = {n: self.native.Case(spec, "64q1s4k") for n, spec in specs.items()}
+                calls: Calls = {n: case.call() for n, case in cases.items()}
+                calls |= {f"{n}, hot": case.hot_call() for n, case in cases.items()}
                 taken = turns(calls, 3 * self.seconds, clock, 9)
             for name, bar in bars.items():
-                ratios = [a / b for a, b in zip(taken["auto"], taken[name], strict=True)]
+                ratio, hot = (
+                    statistics.median(a / b for a, b in zip(taken["auto"], its, strict=True))
+                    for its in (taken[name], taken[f"{name}, hot"])
+                )
                 self.row(
                     f"decode 64x4096 {name}, threads {count}: bf16's time / its",
-                    statistics.median(ratios), "x", bar if count == 2 else None,
-                    ms=statistics.median(taken[name]) * 1e3,
+                    ratio, "x", bar if count == 2 else None,
+                    ms=statistics.median(taken[name]) * 1e3, hot=hot,
                 )  # fmt: skip
 
     def index(self) -> None:
         """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it.
 
-        `of_mm` and `bar_of_mm`: as those of `sparse`.
+        `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`. Loops read the
+        indexer's pages in its order; they convert, sum and choose nothing. Where products are below the
+        bar, no kernel of this instruction set meets it. `host`: ms of a call whose kernel does nothing;
+        `floor`: products and that together.
         """
         from polyattn.conformance.cases.index import layer_for
 
@@ -250,16 +257,24 @@ class Visit:
             limit, amount = bounds[what if what in bounds else "mm fp32"]
             multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
             calls: Calls = {"index": work.call, "limit": limit, "mm": multiply}
-            best = least(calls, self.seconds, time.thread_time)
+            if what == "read":
+                calls |= self.native.index_floors(work, spec.num_heads, limit)
+            best = least(calls, len(calls) / 3 * self.seconds, time.thread_time)
             entries = seqs * ((1 << 17) // spec.tokens_per_entry)
             keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
             products = 2 * entries * spec.num_heads * spec.head_size
             done = keys if what == "read" else products
             share = done / best["index"] / (amount / best["limit"])
             of_mm = products / best["index"] / (rate / best["mm"])
+            more = {"of_mm": of_mm, "bar_of_mm": of_mm * 0.7 / share}
+            if what == "read":
+                for way in ("rows", "products"):
+                    took = min(best[key] for key in best if key.startswith(way))
+                    more[f"{way}_of_read"] = keys / took / (amount / best["limit"])
+                more["floor"] = keys / (took + best["host"]) / (amount / best["limit"])
+                more["host"] = best["host"] * 1e3
             self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
-                     gb_s=keys / best["index"] / 1e9, of_mm=of_mm,
-                     bar_of_mm=of_mm * 0.7 / share)  # fmt: skip
+                     gb_s=keys / best["index"] / 1e9, **more)  # fmt: skip
 
     def sparse(self) -> None:
         """A decode of chosen keys by all cores, as engines decode, and by one thread.

@@ -8,7 +8,12 @@
 extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
                                       void (*body)(int64_t, int64_t, void *), void *context);
 
+#if defined(__AVX512F__)
 typedef float vf __attribute__((vector_size(64)));
+#else  // as wide as a register: wider accumulators would go through memory
+typedef float vf __attribute__((vector_size(32)));
+#endif
+enum { W = sizeof(vf) / 4, EACH = 256 / sizeof(vf) };
 
 struct Runs {
   const char *const *at;
@@ -17,7 +22,7 @@ struct Runs {
 
 template <int PRODUCTS>
 static float read_all(Runs of) {
-  vf acc[PRODUCTS > 4 ? PRODUCTS : 4] = {}, by[PRODUCTS > 0 ? PRODUCTS : 1];
+  vf acc[PRODUCTS > EACH ? PRODUCTS : EACH] = {}, by[PRODUCTS > 0 ? PRODUCTS : 1];
   for (int k = 0; k < PRODUCTS; k++) by[k] = vf{} + (float)(of.count + k);
   for (int64_t r = 0; r < of.count; r++) {
     const int64_t later = r + of.ahead / of.bytes, inside = of.ahead % of.bytes;
@@ -25,10 +30,11 @@ static float read_all(Runs of) {
     const char *then = of.at[later + 1 < of.count ? later + 1 : of.count - 1];
     for (int64_t i = 0; i < of.bytes; i += 256) {
       const char *asked = i < of.bytes - inside ? now + i : then + (i - (of.bytes - inside));
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        if (of.ahead) __builtin_prefetch(asked + 64 * j, 0, 2);
-        const vf x = *(const vf *)(of.at[r] + i + 64 * j);
+#pragma GCC unroll 8
+      for (int j = 0; j < EACH; j++) {
+        const int byte = j * sizeof(vf);
+        if (of.ahead && byte % 64 == 0) __builtin_prefetch(asked + byte, 0, 2);
+        const vf x = *(const vf *)(of.at[r] + i + byte);
         if (!PRODUCTS) acc[j] += x;
 #pragma GCC unroll 16
         for (int k = 0; k < PRODUCTS; k++) acc[k] += x * by[k];
@@ -37,7 +43,7 @@ static float read_all(Runs of) {
   }
   float total = 0;
   for (vf &sum : acc) {
-    for (int i = 0; i < 16; i++) total += sum[i];
+    for (int i = 0; i < W; i++) total += sum[i];
   }
   return total;
 }

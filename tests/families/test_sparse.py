@@ -497,6 +497,18 @@ def test_an_indexer_refuses_what_it_would_misread() -> None:
         Indexer(DSA)
 
 
+def test_an_indexer_looks_again_at_keys_that_it_knows() -> None:
+    indexer, batch, frame = index_step("tokens")
+    query, keys = frame.query.clone().requires_grad_(), frame.keys
+    chosen = indexer(query, keys, batch, frame.weights)
+    with pytest.raises(BatchError, match="keys is on meta"):
+        indexer(query, keys.to("meta"), batch, frame.weights)
+    assert torch.equal(indexer(query, keys, batch, frame.weights), chosen)
+    keys.transpose_(0, 1)
+    with pytest.raises(BatchError, match="isn't contiguous"):
+        indexer(query, keys, batch, frame.weights)
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [

@@ -86,6 +86,16 @@ def test_it_chooses_what_torch_does(isa, name):
         assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
+@pytest.mark.parametrize("block", [1, 5, 64])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_keys_of_128_in_runs_of_any_length(heads, block, isa):
+    """A vector's keys lie in one run of memory or in several; a last tile is a part of one."""
+    spec = IndexerSpec(num_heads=heads, head_size=128, budget=9, scale=0.25)
+    layer = layer_for(spec, "bfloat16")
+    work = IndexWorkload(layer, [(1, 300), (1, 13)], Dice(0), block=block, numbers=WHOLE)
+    assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages that nobody may touch are Linux's")
 @pytest.mark.parametrize("name", FAST)
 def test_nothing_is_read_behind_an_end(isa, threads, name):

@@ -63,6 +63,8 @@ class Indexer:
         self.spec: IndexerSpec = layer.indexer
         self.backend = self.group.backend("index", IndexBackend)
         self._dtype = STORAGE_DTYPES[layer.dtype]
+        self._form = index_cache_form(layer)
+        self._known_keys: Tensor | None = None  # of the last call
 
     def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> Tensor:
         """Return a cache of index keys, (num_blocks, block_size, head_size).
@@ -80,7 +82,7 @@ class Indexer:
         """
         form = self.group.cache_format
         assert form is not None
-        size, dtype = index_cache_form(self.group.spec)
+        size, dtype = self._form
         block, device = block_size or form.block_size, self.group.torch_device
         with room("num_blocks", num_blocks, block * size * dtype.itemsize, device):
             return zeroed_index_cache(self.group.spec, num_blocks, block, device)
@@ -133,18 +135,22 @@ class Indexer:
         """
         batch = plan.batch if isinstance(plan, StepPlan) else plan
         self._check(query, keys, batch, weights, within)
-        if not self.backend.multiplies_e4m3:
+        self._known_keys = keys
+        if query.dtype is not self._dtype and not self.backend.multiplies_e4m3:
             query = query.to(self._dtype)
+        if query.requires_grad:
+            query = query.detach()
         shape = (batch.num_tokens, self.spec.choices, chosen_width(self.spec, batch))
         out = torch.empty(shape, dtype=torch.int32, device=query.device)
         with own_precision(self.group.device_type):
-            frame = IndexFrame(query.detach(), keys, weights, within, out)
+            frame = IndexFrame(query, keys, weights, within, out)
             self.backend.run(self.backend.plan(batch), frame)
         return out
 
     def _check_cache(self, name: str, cache: Tensor) -> None:
-        size, dtype = index_cache_form(self.group.spec)
-        check_tensor(name, cache, self.group.torch_device)
+        size, dtype = self._form
+        if cache is not self._known_keys:
+            check_tensor(name, cache, self.group.torch_device)
         if cache.dim() != 3 or cache.shape[2] != size or cache.dtype is not dtype:
             raise bad_input(name, cache, ("num_blocks", "block_size", size), dtype)
         if not cache.is_contiguous():

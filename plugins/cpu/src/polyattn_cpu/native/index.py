@@ -31,39 +31,44 @@ class NativeIndex(IndexBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.by = isa()
+        self._by = self.by.encode()
 
     def run(self, plan: Plan, frame: IndexFrame) -> None:
         spec, batch, keys, out = self.spec.indexer, plan.batch, frame.keys, frame.out
         assert spec is not None and batch.block_table is not None
-        query = frame.query if frame.query.stride(2) == 1 else frame.query.contiguous()
-        table = batch.block_table
-        table = table if table.stride(1) == 1 else table.contiguous()
-        weights = None if frame.weights is None else frame.weights.float().contiguous()
-        within = None if frame.within is None else frame.within.int()
-        if within is not None and not within.numel():  # which has no address, as if all counted
-            within = torch.full((len(query), 1, 1), -1, dtype=torch.int32)
-        if within is not None and within.stride(2) != 1:
-            within = within.contiguous()
-        steps = (0, 0, 0)
+        query, table = frame.query, batch.block_table
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        if table.stride(-1) != 1:
+            table = table.contiguous()
+        weights, within, steps = frame.weights, frame.within, (0, 0, 0)
+        if weights is not None:
+            weights = weights.float().contiguous()
         if within is not None:
+            within = within.int()
+            if not within.numel():  # which has no address, as if all counted
+                within = torch.full((len(query), 1, 1), -1, dtype=torch.int32)
+            if within.stride(2) != 1:
+                within = within.contiguous()
             steps = within.stride(0), within.stride(1) * (within.shape[1] > 1), within.shape[2]
+        blocks, block_size, _ = keys.shape
         scaled, part = spec.cache_dtype == "fp8_scaled", spec.budget
         packed = _INDEX.pack(
             query.data_ptr(), keys.data_ptr(), _address(weights), _address(within), out.data_ptr(),
             table.data_ptr(), batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
-            *query.stride()[:2], keys.stride(0) * keys.itemsize, keys.shape[0], table.stride(0),
+            *query.stride()[:2], keys.stride(0) * keys.itemsize, blocks, table.stride(0),
             *steps[:2],
             part if isinstance(part, float) else 0.0,
-            len(query), batch.num_seqs, spec.num_heads, spec.head_size, *out.shape[1:],
+            query.shape[0], batch.num_seqs, spec.num_heads, spec.head_size, *out.shape[1:],
             TORCH_DTYPES[query.dtype], DTYPES["fp8_e4m3"] if scaled else TORCH_DTYPES[keys.dtype],
-            keys.shape[1], scaled, spec.activation == "relu",
+            block_size, scaled, spec.activation == "relu",
             spec.tokens_per_entry, spec.pool, spec.forced_first, spec.forced_last, spec.tail,
             spec.within or 1, steps[2], spec.scale,
         )  # fmt: skip
-        failed = kernels().pa_choose(self.by.encode(), packed, torch.get_num_threads())
+        failed = kernels().pa_choose(self._by, packed, torch.get_num_threads())
         if failed > 0:
             raise BatchError(
-                f"block_table points outside the index cache's {keys.shape[0]} blocks; the tokens of the "
+                f"block_table points outside the index cache's {blocks} blocks; the tokens of the "
                 "sequences that do have no choice"
             )
         if failed:

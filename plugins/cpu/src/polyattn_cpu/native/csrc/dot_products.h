@@ -1,8 +1,9 @@
 // Decode's products: a few rows of queries with some keys, of weights with some values. `Asks` says which
 // lines are asked for beside them (dot_asks.h). Included by dot_path.h.
 
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
-template <class T, int ROWS, class How, class Asks>
+// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]. SIZE is `size` where the compiler
+// knows it, else 0.
+template <class T, int ROWS, class How, int SIZE, class Asks>
 PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
                         Asks asks) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
@@ -15,11 +16,18 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
     if (KEYS > 1) in_register(row);
     return row;
   };
+  auto both = [&](int k, int at, vf *x) __attribute__((always_inline)) {
+    const T *key = (const T *)(keys[k] + offset) + at;
+    if constexpr (SIZE > 0) {
+      if (at) return How::inside(key, x);
+    }
+    How::both(key, x);
+  };
   auto two = [&](int at) __attribute__((always_inline)) {  // vectors of elements, which may be apart
     if constexpr (KEYS <= 2) {
       vf x[KEYS][2];
       PA_UNROLLED
-      for (int k = 0; k < KEYS; k++) How::both((const T *)(keys[k] + offset) + at, x[k]);
+      for (int k = 0; k < KEYS; k++) both(k, at, x[k]);
       PA_UNROLLED
       for (int i = 0; i < 2 * ROWS; i++) {
         vf row = row_at(i % ROWS, at + i / ROWS * W);
@@ -33,7 +41,7 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
       PA_UNROLLED
       for (int k = 0; k < KEYS; k++) {
         vf x[2];
-        How::both((const T *)(keys[k] + offset) + at, x);
+        both(k, at, x);
         PA_UNROLLED
         for (int i = 0; i < 2 * ROWS; i++) acc[k * ROWS + i % ROWS] += x[i / ROWS] * row[i];
       }
@@ -51,7 +59,7 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
       for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
     }
   };
-  for (; d + LINE <= size; d += LINE) {
+  auto line = [&](int d) __attribute__((always_inline)) {
     Asks::template keys<KEYS>(asks, d * sizeof(T));
     PA_UNROLLED
     for (int at = 0; at < LINE; at += How::ANY ? 2 * W : W) {
@@ -61,6 +69,12 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
         step(d + at, W);
       }
     }
+  };
+  if constexpr (SIZE > 0) {
+    PA_UNROLLED
+    for (; d + LINE <= SIZE; d += LINE) line(d);
+  } else {
+    for (; d + LINE <= size; d += LINE) line(d);
   }
   if (d < size) {
     Asks::template keys<KEYS>(asks, d * sizeof(T));
@@ -71,7 +85,7 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
 }
 template <class T, int ROWS, class Asks>
 PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks) {
-  return dots_here<T, ROWS, Apart<T>>(keys, offset, q, ldq, size, asks);
+  return dots_here<T, ROWS, Apart<T>, 0>(keys, offset, q, ldq, size, asks);
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of

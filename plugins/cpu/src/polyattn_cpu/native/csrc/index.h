@@ -41,6 +41,15 @@ struct Silent {  // asks for nothing
   PA_INLINE void keys(const Silent &, int64_t) {}
 };
 
+struct InOrder {  // asks for lines that follow one another
+  const char *next;
+  template <int KEYS>
+  PA_INLINE void keys(const InOrder &of, int64_t byte) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k++) prefetch_l2_here(of.next + KEYS * byte + 64 * k);
+  }
+};
+
 template <class T, class Engine>
 struct Index {
   IndexRun *run;
@@ -401,7 +410,7 @@ struct Index {
 #if defined(PA_PAIR_DOTS)
           block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, Silent());
 #else
-          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, Silent());
+          block[p][r] = dots_here<T, ROWS, IndexApart<T>, 0>(some, 0, q, ld, x.head_size, Silent());
 #endif
         }
       }
@@ -411,11 +420,48 @@ struct Index {
       }
     }
   }
+  // The same of keys whose size the compiler knows: W in a run of memory, or copied into one.
+  template <int ROWS, int SIZE>
+  PA_NOINLINE void dot_runs(int count, int next) {
+    constexpr int KEYS = W / ROWS, BYTES = SIZE * (int)sizeof(T), DISTANCE = INDEX_AHEAD / BYTES;
+    const int there = count + next;
+    for (int i = there; i < there + W; i++) at[i] = at[there - 1];
+    for (int i = 0; i < count; i += W) {
+      alignas(64) char copied[W * BYTES];
+      const char *run = at[i], *ask = at[pa_min(i + DISTANCE, there - 1)];
+      int64_t gaps = 0;
+      for (int k = 0; k < W; k++) gaps |= (at[i + k] - run) ^ (k * BYTES);
+      if (gaps) {
+        for (int k = 0; k < W; k++) __builtin_memcpy(copied + k * BYTES, at[i + k], BYTES);
+        run = copied;
+      }
+      vf block[ROWS];
+      PA_ROLLED
+      for (int r = 0; r < ROWS; r++) {
+        const float *mine = q;
+        __asm__ volatile("" : "+r"(mine));  // else all rows are loaded before, and spilled
+        const char *some[KEYS];
+        for (int k = 0; k < KEYS; k++) some[k] = run + (r + k * ROWS) * BYTES;
+        const InOrder asks = {ask + r * KEYS * BYTES};
+        block[r] = dots_here<T, ROWS, IndexApart<T>, SIZE>(some, 0, mine, SIZE, SIZE, asks);
+      }
+      transpose<ROWS>(block);
+      fold_rows(block, ROWS, 0, 0, i);
+    }
+  }
+  template <int ROWS>
+  void dot_rows(int count, int next) {
+    constexpr int SIZE = IndexApart<T>::SIZE;
+    if constexpr (SIZE > 0) {
+      if (x.head_size == SIZE) return dot_runs<ROWS, SIZE>(count, next);
+    }
+    dot_all<ROWS>(count, next);
+  }
   void dot_few(int count, int next) {
-    if (rows <= 1) return dot_all<1>(count, next);
-    if (rows <= 2) return dot_all<2>(count, next);
-    if (rows <= 4) return dot_all<4>(count, next);
-    if constexpr (PART_ROWS >= 8) dot_all<8>(count, next);
+    if (rows <= 1) return dot_rows<1>(count, next);
+    if (rows <= 2) return dot_rows<2>(count, next);
+    if (rows <= 4) return dot_rows<4>(count, next);
+    if constexpr (PART_ROWS >= 8) dot_rows<8>(count, next);
   }
 #endif
 

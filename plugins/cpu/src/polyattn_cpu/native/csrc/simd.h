@@ -26,8 +26,10 @@ typedef int8_t vsb __attribute__((vector_size(W)));
 // Before a loop over registers: an array of them is in memory wherever a loop over it is left.
 #if defined(__clang__)
 #define PA_UNROLLED _Pragma("clang loop unroll(full)")
+#define PA_ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define PA_UNROLLED _Pragma("GCC unroll 16")
+#define PA_ROLLED _Pragma("GCC unroll 1")
 #endif
 #define PA_ONCE static __attribute__((noinline, unused))  // too large to be copied into each caller
 
@@ -103,6 +105,14 @@ PA_INLINE bool any(vi mask) {
 
 PA_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 PA_INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
+// Stays among the products where it stands: compilers gather the others, and of a burst a Zen 3 drops some.
+PA_INLINE void prefetch_l2_here(const void *p) {
+#if defined(__x86_64__)
+  __asm__ volatile("prefetcht1 %0" : : "m"(*(const char *)p));
+#else
+  prefetch_l2(p);
+#endif
+}
 
 // 2^x for x <= 128, to 2e-7 of it: Cody-Waite by the rounding constant, a polynomial of degree 5
 // (minimax on [-1/2, 1/2]), the exponent added as an integer. Below 2^-126 it is 0, because a
