@@ -132,7 +132,7 @@ struct Walk {
   const char **keys, **values;  // of its tokens
   const char **next_keys, **next_values;
   int64_t key_offset, value_offset;  // of the item's first head
-  bool more, fine;
+  bool more, fine, touches = true;   // `touches`: a line of each page is asked for first
   Ahead ahead;
   Unpacked unpacked;
 
@@ -174,8 +174,10 @@ struct Walk {
     look();
     const int count = !fine ? 0 : more ? next.count : look_beyond();
     ahead.turn_to(next_keys, next_values, count, cost(tile.count));
-    touch_pages(next_keys, key_offset, count);
-    touch_pages(next_values, value_offset, count);
+    if (touches) {
+      touch_pages(next_keys, key_offset, count);
+      touch_pages(next_values, value_offset, count);
+    }
     if (unpacked) {  // of one head
       const bool in_keys = source.value == source.key;
       unpacked.tile(keys, source.key_head * tile.item->head0, values, source.value_head * tile.item->head0,

@@ -165,12 +165,17 @@ PA_INLINE Weigh weigh_by(vf best, float *at, int ld, int keys, int first_key, co
   return {scale, next, exp2v(m - next)};
 }
 
+// What fills the time of a step, where nothing does.
+struct Idle {
+  PA_ALWAYS void operator()() {}
+};
+
 // One tile of `vectors` * W rows: scores to weights, m and l brought up to date, and `alpha`, by
-// which what was summed before shrinks. Returns whether any alpha isn't 1.
-template <class Form>
+// which what was summed before shrinks. `beside` is called for each two keys. Returns whether any alpha isn't 1.
+template <class Form, class Beside>
 PA_NOINLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys, int first_key,
                             const Logits &how, const Lanes &rows, bool masked, float *alpha,
-                            uint32_t *pairs) {
+                            uint32_t *pairs, Beside &beside) {
   const int ld = grid.ld;
   bool changed = false;
   for (int v = 0; v < vectors; v++) {
@@ -189,6 +194,7 @@ PA_NOINLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys,
       Form::put(at, ld, to, t, a, b);
       sum[0] += a;
       sum[1] += b;
+      beside();
     }
     if (t < keys) {
       vf a = Form::exp2(loadf(at + (int64_t)t * ld) * by.scale - by.next);
@@ -198,4 +204,11 @@ PA_NOINLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys,
     write(lane.l, loadf(lane.l) * by.shrink + (sum[0] + sum[1]));
   }
   return changed;
+}
+template <class Form>
+PA_INLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys, int first_key,
+                            const Logits &how, const Lanes &rows, bool masked, float *alpha,
+                            uint32_t *pairs) {
+  Idle idle;
+  return softmax_tile<Form>(s, grid, vectors, keys, first_key, how, rows, masked, alpha, pairs, idle);
 }

@@ -41,6 +41,58 @@ struct KeyRows {
   int64_t stride;
 };
 
+// The next tile's lines in proportion to the cycles of several products.
+struct ByCycles {
+  Ahead *ahead;
+  PA_ALWAYS void operator()() {}
+  PA_ALWAYS void products(int cycles) { (*ahead)(cycles); }
+};
+
+// The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside each product, each pair of values
+// and each pair of weights of a single unit. More lines at once than the core has buffers for stop all that follows.
+struct RowAsks {
+  const Ahead *of;
+  const char *const *row, *const *end;  // the addresses of what is left of a head's keys, or values
+  int64_t offset;
+  int bytes, byte = 0, head = 0;        // of a row; the next one of it
+  bool value = false;
+
+  explicit RowAsks(Ahead &ahead)
+      : of(&ahead), row(ahead.keys), end(ahead.keys + ahead.tokens), offset(ahead.key_offset),
+        bytes(ahead.key_bytes) {
+    ahead.at = ahead.end;
+  }
+  PA_ALWAYS void operator()() {
+    if (row == end) return;
+    const char *at = *row + offset + byte;
+    PA_UNROLLED
+    for (int i = 0; i < 256; i += 64) {
+      if (byte + i < bytes) prefetch_l2(at + i);
+    }
+    byte += 256;
+    if (byte < bytes) return;
+    byte = 0;
+    if (++row == end) go_on();
+  }
+  PA_ALWAYS void products(int) {}
+  PA_NOINLINE void all() {
+    while (row != end) (*this)();
+  }
+
+ private:
+  PA_NOINLINE void go_on() {
+    if (++head == of->heads) {
+      if (value || !of->value_bytes) return;
+      value = true;
+      head = 0;
+    }
+    row = value ? of->values : of->keys;
+    end = row + of->tokens;
+    offset = value ? of->value_offset + head * of->value_head : of->key_offset + head * of->key_head;
+    bytes = value ? of->value_bytes : of->key_bytes;
+  }
+};
+
 template <class T>
 struct Tile {  // an item's scratch, and what stays the same over its tiles
   Run *run;
@@ -139,13 +191,15 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
+  template <class Asks>
+  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset, Asks &asks) {
     if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
     const int64_t ld = is.k + 32;  // of an odd number of cache lines
     uint16_t *to = keys + t % KEY_STEP * ld;
     for (int i = 0; i < 16; i++) {
       const bool there = t + i < count;
       const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
+      asks();
       for (int d = 0; d < is.k; d += 64) {
         Halves x = {};
         if (there) x = halves(from + d, layer.head_size - d);
@@ -157,8 +211,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   }
 
   // Scores of 64 keys with one unit's rows, or of 32 with two units' of 16 rows.
-  template <int V>
-  PA_NOINLINE void scores(const KeyRows *keys, int lane, float *to, Ahead &ahead) {
+  template <int V, class Asks>
+  PA_NOINLINE Asks scores(const KeyRows *keys, int lane, float *to, Asks asks) {
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
     _tile_zero(0);
@@ -169,30 +223,38 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_loadd(6, from + (int64_t)d / 2 * is.rows, row);
       _tile_loadd(4, keys[0].at + 2 * d, keys[0].stride);
       _tile_dpbf16ps(0, 4, 6);
+      asks();
       _tile_loadd(5, keys[1].at + 2 * d, keys[1].stride);
       _tile_dpbf16ps(1, 5, 6);
+      asks();
       if constexpr (V == 2) {
         _tile_loadd(7, from + is.query_words() + (int64_t)d / 2 * is.rows, row);
         _tile_dpbf16ps(2, 4, 7);
+        asks();
         _tile_dpbf16ps(3, 5, 7);
+        asks();
       } else {
         _tile_loadd(4, keys[2].at + 2 * d, keys[2].stride);
         _tile_dpbf16ps(2, 4, 6);
+        asks();
         _tile_loadd(5, keys[3].at + 2 * d, keys[3].stride);
         _tile_dpbf16ps(3, 5, 6);
+        asks();
       }
-      ahead(2 * SCORE_COST);
+      asks.products(2 * SCORE_COST);
     }
     _tile_stored(0, to + lane, ld);
     _tile_stored(1, to + 16 * is.lanes + lane, ld);
     _tile_stored(2, to + (V == 2 ? 16 : 32 * is.lanes) + lane, ld);
     _tile_stored(3, to + (V == 2 ? 16 * is.lanes + 16 : 48 * is.lanes) + lane, ld);
+    return asks;
   }
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
   // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
-  void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
-                   int64_t panel, Ahead &ahead) {
+  template <class Asks>
+  PA_ALWAYS void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
+                             int64_t panel, Asks &asks) {
     const int size = layer.v_head_size - d;
     auto pair = [&](const Halves &x, const Halves &y) __attribute__((always_inline)) {
       for (int i = 0; i < VALUE_STEP / 32; i++) {
@@ -203,7 +265,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     };
     auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
     for (int i = 0; i < 32; i += 2) {
-      if (i % 8 == 0) ahead(4 * VALUE_COST);
+      if (i % 8 == 0) asks.products(4 * VALUE_COST);
+      asks();
       if (t + 32 <= count && size >= VALUE_STEP) {
         pair(halves(at(i), VALUE_STEP), halves(at(i + 1), VALUE_STEP));
       } else {
@@ -215,19 +278,19 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // All keys' values, for several units.
   PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int d, int count,
-                               Ahead &ahead) {
+                               ByCycles asks) {
     for (int t = 0; t < count; t += 32) {
-      pair_values(rows, offset, d, t, count, values + t * 16, PANEL, ahead);
+      pair_values(rows, offset, d, t, count, values + t * 16, PANEL, asks);
     }
   }
 
   // O += P V of a single unit, VALUE_STEP elements at `to`. While the values of 32 keys are multiplied,
   // those of the next are paired: what was just stored a tile register waits for.
-  PA_NOINLINE void weigh(const char *const *rows, int64_t offset, int d, int count, int lane,
-                         float *to, Ahead &ahead) {
+  PA_NOINLINE RowAsks weigh(const char *const *rows, int64_t offset, int d, int count, int lane,
+                            float *to, RowAsks asks) {
     constexpr int ld = TILE_KEYS / 2, panel = 512;
     const uint32_t *weights = turned + (int64_t)lane * ld;
-    pair_values(rows, offset, d, 0, count, values, panel, ahead);
+    pair_values(rows, offset, d, 0, count, values, panel, asks);
     _tile_loadd(0, to, 64);
     _tile_loadd(1, to + image(), 64);
     _tile_loadd(2, to + 2 * image(), 64);
@@ -236,29 +299,33 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       const uint16_t *from = values + t / 32 % 2 * 4 * panel;
       if (t + 32 < count) {
         uint16_t *next = values + (t / 32 + 1) % 2 * 4 * panel;
-        pair_values(rows, offset, d, t + 32, count, next, panel, ahead);
+        pair_values(rows, offset, d, t + 32, count, next, panel, asks);
       }
       _tile_loadd(6, weights + t / 2, ld * 4);
       _tile_loadd(4, from, 64);
       _tile_dpbf16ps(0, 6, 4);
+      asks();
       _tile_loadd(5, from + panel, 64);
       _tile_dpbf16ps(1, 6, 5);
+      asks();
       _tile_loadd(4, from + 2 * panel, 64);
       _tile_dpbf16ps(2, 6, 4);
+      asks();
       _tile_loadd(5, from + 3 * panel, 64);
       _tile_dpbf16ps(3, 6, 5);
-      ahead(2 * OUTPUT_COST);
+      asks();
     }
     _tile_stored(0, to, 64);
     _tile_stored(1, to + image(), 64);
     _tile_stored(2, to + 2 * image(), 64);
     _tile_stored(3, to + 3 * image(), 64);
+    return asks;
   }
 
   // O += P V of one unit, 64 elements at `to`, or of two of 16 rows, 32 elements; V's panels are at
   // `from`.
   template <int V>
-  PA_NOINLINE void outputs(int lane, float *to, const uint16_t *from, int depth, Ahead &ahead) {
+  PA_NOINLINE void outputs(int lane, float *to, const uint16_t *from, int depth, ByCycles asks) {
     constexpr int ld = TILE_KEYS / 2;
     const uint32_t *weights = turned + (int64_t)lane * ld;
     float *second = V == 2 ? to + is.output_floats() : to + 2 * image();
@@ -282,7 +349,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         _tile_loadd(5, from + 3 * PANEL + t * 32, 64);
         _tile_dpbf16ps(3, 6, 5);
       }
-      ahead(2 * OUTPUT_COST);
+      asks.products(2 * OUTPUT_COST);
     }
     _tile_stored(0, to, 64);
     _tile_stored(1, to + image(), 64);
@@ -326,7 +393,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
                    is.heads * is.v / VALUE_STEP * 16 * VALUE_COST);
   }
 
-  void score_tile(const Walk &walk, Ahead &ahead) {
+  template <class Asks>
+  Asks score_tile(const Walk &walk, Asks asks) {
     const int count = walk.tile.count;
     for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
@@ -334,44 +402,64 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         const int64_t offset = walk.key_offset + h * walk.source.key_head;
         KeyRows rows[KEY_STEP / 16];
         for (int i = 0; i < KEY_STEP / 16; i++) {
-          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
+          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset, asks);
         }
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
           if (unit + 1 == is.units) {
-            scores<1>(rows, lane, to, ahead);
+            asks = scores<1>(rows, lane, to, asks);
           } else {
-            scores<2>(rows, lane, to, ahead);
-            if (t + 32 < count) scores<2>(rows + 2, lane, to + 32 * is.lanes, ahead);
+            asks = scores<2>(rows, lane, to, asks);
+            if (t + 32 < count) asks = scores<2>(rows + 2, lane, to + 32 * is.lanes, asks);
           }
         }
       }
     }
+    return asks;
   }
 
-  void weigh_tile(const Walk &walk, Ahead &ahead) {
+  // Of a single unit a head, and of more.
+  RowAsks weigh_tile(const Walk &walk, RowAsks asks) {
+    turn_weights(walk.tile.count);
+    for (int h = 0; h < is.heads; h++) {
+      const int64_t offset = walk.value_offset + h * walk.source.value_head;
+      for (int d = 0; d < is.v; d += VALUE_STEP) {
+        asks = weigh(walk.values, offset, d, walk.tile.count, lane_of(h, 0), output_at(lane_of(h, 0)) + d * is.rows,
+                     asks);
+      }
+    }
+    return asks;
+  }
+  ByCycles weigh_tile(const Walk &walk, ByCycles asks) {
     const int depth = turn_weights(walk.tile.count);
     for (int h = 0; h < is.heads; h++) {
       const int64_t offset = walk.value_offset + h * walk.source.value_head;
       for (int d = 0; d < is.v; d += VALUE_STEP) {
-        if (is.units == 1) {
-          weigh(walk.values, offset, d, walk.tile.count, lane_of(h, 0),
-                output_at(lane_of(h, 0)) + d * is.rows, ahead);
-          continue;
-        }
-        take_values(walk.values, offset, d, walk.tile.count, ahead);
+        take_values(walk.values, offset, d, walk.tile.count, asks);
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
           float *to = output_at(lane) + d * is.rows;
           if (unit + 1 == is.units) {
-            outputs<1>(lane, to, values, depth, ahead);
+            outputs<1>(lane, to, values, depth, asks);
           } else {
-            outputs<2>(lane, to, values, depth, ahead);
-            outputs<2>(lane, to + 2 * image(), values + 2 * PANEL, depth, ahead);
+            outputs<2>(lane, to, values, depth, asks);
+            outputs<2>(lane, to + 2 * image(), values + 2 * PANEL, depth, asks);
           }
         }
       }
     }
+    return asks;
+  }
+
+  template <class Asks>
+  Asks attend(const Walk &walk, bool masked, Asks asks) {
+    configure(false);
+    asks = score_tile(walk, asks);
+    const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
+                                             walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
+    if (changed) rescale();
+    if (is.rows < 16) configure(true);
+    return weigh_tile(walk, asks);
   }
 
   PA_NOINLINE void put_outputs() {
@@ -397,19 +485,17 @@ static void tile_item(Run *run, const Item &item, Turn *turn) {
   Arena arena = turn->scratch;
   Tile<T> tile(run, item, arena);
   Walk walk(run, item, turn, arena, TILE_KEYS);
+  walk.touches = tile.is.units > 1;
   tile.take_queries();
   // A single query token sees every key that its item was given.
   const bool masked = item.tokens > 1;
   while (walk.step([&](int keys) { return tile.cost_of(keys); })) {
     tile.look_at(walk.keys, walk.tile.count);
-    tile.configure(false);
-    tile.score_tile(walk, walk.ahead);
-    bool changed = softmax_tile<Pairs>(tile.s, {tile.is.lanes, W, W}, tile.is.lanes / W,
-                                       walk.tile.count, walk.tile.first_key, tile.how, tile.lanes,
-                                       masked, tile.alpha, tile.pairs);
-    if (changed) tile.rescale();
-    if (tile.is.rows < 16) tile.configure(true);
-    tile.weigh_tile(walk, walk.ahead);
+    if (tile.is.units > 1) {
+      tile.attend(walk, masked, ByCycles{&walk.ahead});
+    } else {
+      tile.attend(walk, masked, RowAsks(walk.ahead)).all();
+    }
   }
   _tile_release();
   if (!walk.fine) {

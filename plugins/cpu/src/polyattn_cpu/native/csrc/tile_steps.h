@@ -6,11 +6,6 @@
 // before this one's weights are computed. Panels are the outer loop, so that a panel's queries and
 // outputs stay in the first cache over all tiles that are packed.
 
-// What fills the time of a product, where nothing does.
-struct Idle {
-  PA_ALWAYS void operator()() {}
-};
-
 // Of the scores that are there, the largest; two keys at a time.
 struct Tops {
   const float *s;
