@@ -24,6 +24,7 @@ from polyattn import (
     select,
 )
 from polyattn.errors import BatchError, SpecError
+from polyattn.runtime.parameters import Weight
 
 
 @FAMILIES
@@ -204,6 +205,16 @@ def test_a_layer_keeps_nothing_of_a_step(family: type[Any]) -> None:
     out = step.run(layer, step.batch)
     held = step.states.data if isinstance(step, Recurring) else step.cache.key
     assert not out.requires_grad and not held.requires_grad
+
+
+def test_a_copy_made_in_inference_mode_is_written_in_place() -> None:
+    """A captured graph reads it at its address."""
+    sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
+    with torch.inference_mode():
+        weight = Weight("sinks", sinks, torch.device("cpu"), torch.float32)
+        read = weight.current()
+    sinks.copy_(torch.arange(4))
+    assert weight.current() is read and read.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["sinks", "q_norm"])

@@ -8,7 +8,7 @@ import polyattn
 import pytest
 import torch
 from devices import DEVICES
-from polyattn import Attention, Batch, LayerGroup, LayerSpec
+from polyattn import Attention, Batch, Invariance, LayerGroup, LayerSpec
 from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
 from polyattn.calls.recurrence import recurrence
@@ -331,3 +331,89 @@ def test_an_output_whose_elements_share_memory_is_refused() -> None:
             Batch.from_lens([3], [3]),
             out=torch.empty(1, 4, 8).expand(3, 4, 8),
         )
+
+
+ROWS = torch.randn(2, 9, HEADS, SIZE)
+SHAPES = [(2, 3, 5), (3, 2, 7), (4, 5, 9), (2, 8, 8), (5, 1, 6)]
+
+
+def compiled(call: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 3, "sink_tokens": 1, "sinks": torch.randn(HEADS), "return_lse": True},
+        {"alibi_slopes": torch.rand(HEADS), "logit_soft_cap": 3.0, "batch_invariant": True},
+        {
+            "scale": 0.3,
+            "chunk_size": 4,
+            "backend": "TORCH_SDPA",
+            "batch_invariant": Invariance.BATCH,
+        },
+    ],
+    ids=["plain", "sinks", "alibi", "chunk"],
+)
+def test_a_compiled_call_is_one_operator_of_any_shape(options: dict[str, Any]) -> None:
+    """Without a break, with the eager bits."""
+
+    def call(query: Tensor, key: Tensor) -> Any:
+        result = polyattn.attention(query * 2, key, key, causal=True, **options)
+        return [t + 1 for t in result] if isinstance(result, tuple) else [result + 1]
+
+    traced = compiled(call)
+    torch._dynamo.utils.counters.clear()
+    for batch, queries, keys in SHAPES:
+        query, key = torch.randn(batch, queries, HEADS, SIZE), torch.randn(batch, keys, 2, SIZE)
+        for one, other in zip(traced(query, key), call(query, key), strict=True):
+            assert torch.equal(one, other) and one.stride() == other.stride()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # the first, any, one query
+
+
+def test_a_compiled_call_takes_masks_and_packed_rows() -> None:
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+
+    def masked(query: Tensor, mask: Tensor) -> Any:
+        return polyattn.attention(query, query, query, mask=mask, return_lse=True)
+
+    for shown in (mask, mask.flip(2, 3), mask.new_ones(2, 1, 1, 9)):
+        for one, other in zip(compiled(masked)(ROWS, shown), masked(ROWS, shown), strict=True):
+            assert torch.equal(one, other)
+
+    def packed(query: Tensor, lens: list[int], firsts: tuple[int, ...]) -> Any:
+        keys = polyattn.attention(query, query, query, query_lens=lens, first_positions=firsts)
+        return polyattn.attention(query, keys, keys, query_lens=lens[::-1], key_lens=lens)
+
+    traced = compiled(packed)
+    for lens in ([3, 6], [4, 5], [9, 0]):
+        assert torch.equal(traced(ROWS[0], lens, (0, 7)), packed(ROWS[0], lens, (0, 7)))
+
+
+def test_a_compiled_call_refuses_what_an_eager_one_does() -> None:
+    traced, learned = compiled(polyattn.attention), torch.ones(HEADS, requires_grad=True)
+    for named in ({"sinks": learned}, {"alibi_slopes": learned}):
+        with pytest.raises(Exception, match="requires a gradient.*forward only"):
+            traced(ROWS, ROWS, ROWS, **named)
+    with pytest.raises(Exception, match="requires a gradient.*forward only"):
+        traced(ROWS, ROWS, ROWS.clone().requires_grad_())
+    with pytest.raises(BatchError, match="differ in their rows or head sizes"):
+        traced(ROWS, ROWS[..., :8], ROWS)
+    nothing = (None,) * 6
+    with pytest.raises(BatchError, match="query requires a gradient"):
+        torch.ops.polyattn.attention(
+            ROWS.clone().requires_grad_(),
+            ROWS,
+            ROWS,
+            *nothing,
+            False,
+            *nothing[:5],
+            False,
+            None,
+            0,
+            "",
+        )
+    with torch.no_grad():
+        assert traced(ROWS, ROWS, ROWS, sinks=learned).shape == ROWS.shape

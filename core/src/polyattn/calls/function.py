@@ -1,10 +1,14 @@
-"""Attention as a function without a layer: dense rows or packed sequences, with all their keys."""
+"""Attention as a function without a layer: dense rows or packed sequences, with all their keys.
+
+Inside `torch.compile` it is one operator, `polyattn::attention`, which plans when it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyattn.calls.bound import Lens, attend_whole
@@ -13,7 +17,8 @@ from polyattn.calls.intervals import UnreadableMask
 from polyattn.calls.masked import masked
 from polyattn.calls.plans import CallOptions
 from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
-from polyattn.runtime.inputs import check_is_real, check_is_tensor
+from polyattn.runtime.graphs.torch_compile import library
+from polyattn.runtime.inputs import check_is_real, check_is_tensor, compiling, refuse_gradients
 from polyattn.runtime.step.integers import integers
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
@@ -31,9 +36,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to keys and values that are passed whole. Forward only: gradients are refused.
 
-    Rows are dense, or packed one sequence after another; then `query_lens` has their lengths. It plans
-    on the host, which `torch.compile` can't trace: there call a layer, or
-    `torch.compiler.disable(attention)`.
+    Rows are dense, or packed one sequence after another; then `query_lens` has their lengths.
+    `torch.compile` traces it as one operator.
 
     Args:
         query: dense (batch, queries, num_heads, head_size), or packed (tokens, num_heads, head_size).
@@ -79,6 +83,10 @@ def attention(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
         sink_tokens, batch_invariant,
     )  # fmt: skip
+    if compiling():
+        tensors = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        lists = query_lens, key_lens, first_positions
+        return _traced(query, key, value, options, tensors, lists)
     try:
         firsts = None if first_positions is None else tuple(first_positions)
         if query.dim() == 3:
@@ -106,6 +114,60 @@ def attention(
             raise named from None
         raise
     return out if lse is None else (out, lse)
+
+
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: CallOptions,
+    tensors: Mapping[str, Tensor | None],
+    lists: Sequence[Sequence[int] | None],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the operator for a call in a trace. Raises `BatchError`."""
+    refuse_gradients(query=query, key=key, value=value, **tensors)
+    level: Any = options.batch_invariant
+    if not isinstance(level, str):  # one type for all
+        level = "batch" * level if isinstance(level, bool) else level.name
+    numbers = (None if values is None else list(values) for values in lists)
+    out, *lse = torch.ops.polyattn.attention(
+        query, key, value, *tensors.values(), *numbers, *options[:-1], level
+    )
+    return (out, *lse) if lse else out
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None, query_lens: list[int] | None, key_lens: list[int] | None,
+    first_positions: list[int] | None, *options: Any,
+) -> list[Tensor]:  # fmt: skip
+    fields = CallOptions(*options[:-1], options[-1] or False)._asdict()
+    lse = fields.pop("needs_lse")
+    result = attention(
+        query, key, value, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, query_lens=query_lens,
+        key_lens=key_lens, first_positions=first_positions, return_lse=lse, **fields,
+    )  # fmt: skip
+    return list(result) if lse else [result]
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *more: Any) -> list[Tensor]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return [out, lse] if more[-4] else [out]
+
+
+# Lengths and masks are read on the host when it runs: Inductor leaves it out of the graphs that it
+# captures.
+library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, "
+    "Tensor? alibi_slopes, SymInt[]? query_lens, SymInt[]? key_lens, SymInt[]? first_positions, "
+    "bool causal, float? scale, SymInt? sliding_window, SymInt? window_right, float? logit_soft_cap, "
+    "SymInt? chunk_size, bool needs_lse, str? backend, SymInt sink_tokens, str batch_invariant) "
+    "-> Tensor[]",
+    tags=[torch.Tag.cudagraph_unsafe],
+)
+library.impl("attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("polyattn::attention", _fake, lib=library)
 
 
 def _check_alone(options: CallOptions, *beside: Sequence[int] | None) -> None:

@@ -83,8 +83,9 @@ class Weight:
                 # Itself where it may be: what JAX holds is another array after each write to it.
                 self._read = tensor.detach() if tensor.requires_grad else tensor
                 self._is_copy = False
-        elif self._read is None or not self._is_copy or self._read.is_inference():
-            self._read = tensor.detach().to(self._device, self._dtype, copy=True).contiguous()
+        elif self._read is None or not self._is_copy:
+            with torch.inference_mode(False):  # else no later value may be written into it
+                self._read = tensor.detach().to(self._device, self._dtype, copy=True).contiguous()
             self._is_copy = True
         else:
             self._read.copy_(tensor.detach())

@@ -84,6 +84,7 @@ class PolyattnImpl(AttentionImpl[Step]):
     """
 
     supports_pcp = supports_dcp = False
+    ours: Any = None
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -115,6 +116,12 @@ class PolyattnImpl(AttentionImpl[Step]):
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         self.ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
         return self.ours
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Read the sinks again: a reload writes them through `.data`, which counts no version."""
+        if self.sinks is not None and self.ours is not None:
+            self.ours.sinks.tensor = self.sinks
+            self.ours.sinks.current()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -24,7 +24,7 @@ from polyattn.runtime.step.batch import Batch
 
 _numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_library = torch.library.Library("polyattn", "DEF")
+library = torch.library.Library("polyattn", "DEF")
 
 
 def handle(layer: Any) -> int:
@@ -96,9 +96,9 @@ def _fake(*args: object) -> None:
     """Shapes are the caller's; nothing is returned."""
 
 
-_library.define(
+library.define(
     "layer(Tensor?[] inputs, Tensor(a!)? held, Tensor(b!)? values, Tensor(c!) out, Tensor(d!)? lse, "
     "Tensor plan, int layer) -> ()"
 )
-_library.impl("layer", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("polyattn::layer", _fake, lib=_library)
+library.impl("layer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("polyattn::layer", _fake, lib=library)
