@@ -85,8 +85,8 @@ def attention(
     )  # fmt: skip
     if compiling():
         tensors = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        lists = query_lens, key_lens, first_positions
-        return _traced(query, key, value, options, tensors, lists)
+        numbers = query_lens, key_lens, first_positions
+        return _traced(query, key, value, options, tensors, numbers)
     try:
         firsts = None if first_positions is None else tuple(first_positions)
         if query.dim() == 3:
@@ -141,13 +141,13 @@ def _run(
     alibi_slopes: Tensor | None, query_lens: list[int] | None, key_lens: list[int] | None,
     first_positions: list[int] | None, *options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    fields = CallOptions(*options[:-1], options[-1] or False)._asdict()
+    fields = CallOptions._make((*options[:-1], options[-1] or False))._asdict()
     lse = fields.pop("needs_lse")
     result = attention(
         query, key, value, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, query_lens=query_lens,
         key_lens=key_lens, first_positions=first_positions, return_lse=lse, **fields,
     )  # fmt: skip
-    return list(result) if lse else [result]
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *more: Any) -> list[Tensor]:

@@ -114,8 +114,9 @@ class PolyattnImpl(AttentionImpl[Step]):
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         elif group.spec.stored_dtype != group.spec.dtype:
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
-        self.ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
-        return self.ours
+        ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
+        self.ours = ours
+        return ours
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Read the sinks again: a reload writes them through `.data`, which counts no version."""
