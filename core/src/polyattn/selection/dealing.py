@@ -182,7 +182,7 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[flo
     alike, parts = _alike(number, longest, programs, share)
     length = parts * alike if number <= programs else longest
     limit = int(SLACK * share) + 2 * item
-    search = roles and number <= 8 * programs and int(units.min()) <= int(SLACK * share)
+    search = roles and number <= 8 * programs and int(units.min()) <= min(limit, 2 * share)
     if alike <= SLACK * total / programs + 1 and not (search and length * number == total):
         return alike / (1 + few), parts, number * parts * lanes
     units[::-1].sort()

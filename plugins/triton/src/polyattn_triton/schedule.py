@@ -269,8 +269,8 @@ def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]
     share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
     equals = dealt.total > int(keys.sum()) + item * count
     shortest = int(keys.min()) + item
-    # Where no tile fits, a short share would grow by `2 * item`, a multiple of it.
-    if equals or count > MANY * programs or shortest > int(EVEN * share):
+    # `2 * item` may be several short shares: where no tile fits in two, they do not grow.
+    if equals or count > MANY * programs or shortest > min(most, 2 * share):
         return dealt, _upto(count)
     order = np.argsort(-keys, kind="stable")
     units = keys[order] + item
