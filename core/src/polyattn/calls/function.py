@@ -137,16 +137,22 @@ def _traced(
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None,
-    alibi_slopes: Tensor | None, query_lens: list[int] | None, key_lens: list[int] | None,
-    first_positions: list[int] | None, *options: Any,
-) -> list[Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    query_lens: list[int] | None,
+    key_lens: list[int] | None,
+    first_positions: list[int] | None,
+    *options: Any,
+) -> list[Tensor]:
     fields = CallOptions._make((*options[:-1], options[-1] or False))._asdict()
     lse = fields.pop("needs_lse")
-    result = attention(
-        query, key, value, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, query_lens=query_lens,
-        key_lens=key_lens, first_positions=first_positions, return_lse=lse, **fields,
-    )  # fmt: skip
+    fields |= {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
+    fields |= {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    result = attention(query, key, value, return_lse=lse, **fields)
     return [result] if isinstance(result, Tensor) else list(result)
 
 
@@ -177,7 +183,7 @@ def _check_alone(options: CallOptions, *beside: Sequence[int] | None) -> None:
             "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
             "left out beside it"
         )
-    if options.batch_invariant:
+    if options.batch_invariant not in (False, "none"):
         raise BatchError(
             f"batch_invariant={shown(options.batch_invariant)} beside a mask: rows are attended to by "
             "what the masks of a call have in common; leave one of them out"
