@@ -174,14 +174,11 @@ def test_a_call_without_a_layer_gives_a_sequence_its_bits(
                 assert all(torch.equal(x, y[mine]) for x, y in zip(found, expected, strict=True))
         at += length
     assert all(torch.equal(x, y) for x, y in zip(*packed, strict=True))
+    whole = query[None], key[None], value[None]
+    mask = torch.ones(1, 1, at, at).bool()
+    attention(*whole, mask=mask, batch_invariant="none")
     with pytest.raises(BatchError, match="batch_invariant=.*beside a mask"):
-        attention(
-            query[None],
-            key[None],
-            value[None],
-            mask=torch.ones(1, 1, at, at).bool(),
-            batch_invariant=level,
-        )
+        attention(*whole, mask=mask, batch_invariant=level)
 
 
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8_e4m3"])
