@@ -377,7 +377,10 @@ def test_a_compiled_call_takes_masks_and_packed_rows() -> None:
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
 
     def masked(query: Tensor, mask: Tensor) -> Any:
-        return polyattn.attention(query, query, query, mask=mask, return_lse=True)
+        level = Invariance.NONE
+        return polyattn.attention(
+            query, query, query, mask=mask, return_lse=True, batch_invariant=level
+        )
 
     for shown in (mask, mask.flip(2, 3), mask.new_ones(2, 1, 1, 9)):
         for one, other in zip(compiled(masked)(ROWS, shown), masked(ROWS, shown), strict=True):
@@ -413,7 +416,7 @@ def test_a_compiled_call_refuses_what_an_eager_one_does() -> None:
             False,
             None,
             0,
-            "",
+            "none",
         )
     with torch.no_grad():
         assert traced(ROWS, ROWS, ROWS, sinks=learned).shape == ROWS.shape

@@ -20,6 +20,7 @@ from polyattn.errors import BatchError, DeviceError, SpecError, flag, shown
 from polyattn.runtime.graphs.torch_compile import library
 from polyattn.runtime.inputs import check_is_real, check_is_tensor, compiling, refuse_gradients
 from polyattn.runtime.step.integers import integers
+from polyattn.spec.kinds import Invariance
 
 FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
 """What a call with bad arguments may end with, deep within."""
@@ -126,9 +127,9 @@ def _traced(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the operator for a call in a trace. Raises `BatchError`."""
     refuse_gradients(query=query, key=key, value=value, **tensors)
-    level: Any = options.batch_invariant
+    level = options.batch_invariant
     if not isinstance(level, str):  # one type for all
-        level = "batch" * level if isinstance(level, bool) else level.name
+        level = Invariance(level).name.lower()
     numbers = (None if values is None else list(values) for values in lists)
     out, *lse = torch.ops.polyattn.attention(
         query, key, value, *tensors.values(), *numbers, *options[:-1], level
@@ -148,7 +149,7 @@ def _run(
     first_positions: list[int] | None,
     *options: Any,
 ) -> list[Tensor]:
-    fields = CallOptions._make((*options[:-1], options[-1] or False))._asdict()
+    fields = CallOptions._make(options)._asdict()
     lse = fields.pop("needs_lse")
     fields |= {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
     fields |= {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
