@@ -63,8 +63,12 @@ def _spoken(node: ast.AST) -> bool:
     return getattr(called, "attr", getattr(called, "id", None)) in SPOKEN
 
 
-def _docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def _silent(node: ast.AST) -> bool:
+    """Return whether a statement is a docstring, or defines an operator by its schema."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) or (
+        isinstance(value, ast.Call) and ast.unparse(value.func) == "library.define"
+    )
 
 
 def messages(tree: ast.AST, spoken: bool = False) -> Iterator[str]:
@@ -80,7 +84,7 @@ def messages(tree: ast.AST, spoken: bool = False) -> Iterator[str]:
             enough = len(words) >= (1 if spoken else FEWEST_WORDS) and " " in text.strip()
             if enough and "\n  " not in text[1:]:
                 yield " ".join(text.split())
-        elif not _docstring(node):
+        elif not _silent(node):
             yield from messages(node, spoken or _spoken(node))
 
 

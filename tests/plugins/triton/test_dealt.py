@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from chips import h200
 from polyattn import Batch, Device, LatentSpec, LayerSpec
 from polyattn.selection.cache_format import format_of
-from polyattn.selection.dealing import TALL_BLOCK, deal
+from polyattn.selection.dealing import TALL_BLOCK, Counts, deal
 from polyattn_triton import launch, mla
 from polyattn_triton.mla import FEW_HEADS_RATES, RATES, ROLES_RATES
 from pretending import pretended
@@ -87,15 +89,22 @@ def test_drafts_without_a_short_tile_are_cut_as_short_as_they_may_be(
     assert counts.pairs == int(plan.work[0]) * SMS * 64**2 // spec.num_heads
 
 
+def planned(
+    spec: LayerSpec, rows: int, queries: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[int], Any, Counts]]:
+    """Yield the keys of random steps, TRITON_ATTN's plans for them, and what is counted of these."""
+    backend, _ = pretended(monkeypatch, spec)
+    source = random.Random(spec.head_size)
+    for _ in range(60):
+        q, n = drawn(source, rows, queries, 8)
+        plan = backend.plan(batch_of(q, n))
+        yield n, plan, deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_prompts_and_chunks_are_cut_as_planned(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = LayerSpec(num_heads=16, num_kv_heads=2, head_size=size)
-    backend, _ = pretended(monkeypatch, spec)
-    source, ways = random.Random(size), []
-    for _ in range(60):
-        q, n = drawn(source, 12, (17, 400), 8)
-        plan = backend.plan(batch_of(q, n))
-        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+    spec, ways = LayerSpec(num_heads=16, num_kv_heads=2, head_size=size), []
+    for _, plan, counts in planned(spec, 12, (17, 400), monkeypatch):
         assert plan.config.block_m == 128 and counts.rows == (plan.way == "pieces")
         if plan.way == "pieces":
             span = counts.pairs * 16 / SMS / 128 / plan.config.block_n / TALL_BLOCK
@@ -108,13 +117,8 @@ def test_prompts_and_chunks_are_cut_as_planned(size: int, monkeypatch: pytest.Mo
 def test_short_rows_are_shared_out_as_planned(
     heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size)
-    backend, _ = pretended(monkeypatch, spec)
-    source, ways = random.Random(size), []
-    for _ in range(60):
-        q, n = drawn(source, 40, (2, 16), 8)
-        plan = backend.plan(batch_of(q, n))
-        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+    spec, ways = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size), []
+    for n, plan, counts in planned(spec, 40, (2, 16), monkeypatch):
         assert counts.rows == (plan.merging is not None)
         if plan.way == "few":
             share, _, item, count = plan.work[:4].tolist()

@@ -116,7 +116,7 @@ class Frame:
             True
 
         """
-        if not _is_output(self, result):
+        if not _take_over(self, result):
             write_output(self.out, result, self.params.out_scale)
 
     def but(self, **changes: Any) -> Frame:
@@ -223,7 +223,7 @@ class RecurrentFrame:
             result: of `out`'s shape. Nothing else reads or writes its memory, now or later.
 
         """
-        if not _is_output(self, result):
+        if not _take_over(self, result):
             self.out.copy_(result)
 
     def but(self, **changes: Any) -> RecurrentFrame:
@@ -257,10 +257,10 @@ class RecurrentFrame:
         put_rows(self.out, rows, part.out)
 
 
-def _is_output(frame: Frame | RecurrentFrame, result: Tensor) -> bool:
-    """Return whether a tensor is the frame's output now: it was before, or it took a fresh one's place.
+def _take_over(frame: Frame | RecurrentFrame, result: Tensor) -> bool:
+    """Make a tensor the output in place of a fresh one that it is like. Return whether it is the output.
 
-    For that it has the same shape and dtype, and no gaps.
+    It is like one of the same shape and dtype if it has no gaps.
     """
     out = frame.out
     alike = result.shape == out.shape and result.dtype is out.dtype
