@@ -40,6 +40,7 @@ from polyattn.runtime.inputs import compiling as compiling
 from polyattn.runtime.inputs import own_precision as own_precision
 from polyattn.runtime.inputs import refuse as refuse
 from polyattn.runtime.inputs import refuse_gradients as refuse_gradients
+from polyattn.runtime.inputs import untraced as untraced
 from polyattn.runtime.merge import MergeBuffers as MergeBuffers
 from polyattn.runtime.merge import with_sinks as with_sinks
 from polyattn.runtime.program import Frame as Frame

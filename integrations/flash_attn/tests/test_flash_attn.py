@@ -409,3 +409,70 @@ def test_signatures_are_the_recorded_ones(version: int) -> None:
             assert names == signature["positional"], function
             checked += 1
     assert checked
+
+
+def steps_of(version: Any, **more: Any) -> Any:
+    """A function of queries, keys, values and starts that packs them, and doubles what it gets."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        dense = version.flash_attn_func(q, k, v, window_size=(5, 0), **more)[:2]
+        packed = (t.flatten(0, 1) for t in (q, k, v))
+        varlen = version.flash_attn_varlen_func(*packed, starts, starts, 11, 11, causal=True)
+        return *dense, varlen * 2
+
+    return step
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("version", [flash_attn_2, flash_attn_3])
+@torch.no_grad()
+def test_compiled_without_a_break(version: Any, backend: str) -> None:
+    """As flash-attn's own functions; lengths are no part of the graph."""
+    step = steps_of(version, return_attn_probs=True)
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    traced = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for rows, middle in ((5, 3), (5, 9), (6, 1), (8, 14)):  # no row count is another size
+        q, (k, v) = torch.randn(rows, 7, 4, 16), torch.randn(2, rows, 7, 2, 16)
+        starts = torch.tensor([0, middle, 7 * rows])
+        for found, wanted in zip(traced(q, k, v, starts), step(q, k, v, starts), strict=True):
+            assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    assert counts["unique_graphs"] == 1
+
+
+def test_a_compiled_call_may_break_its_graph() -> None:
+    """For gradients, slopes of each row, and caches: it is traced no further than the door."""
+    q, (k, v) = torch.randn(2, 7, 4, 16), torch.randn(2, 2, 7, 2, 16)
+    starts, lens = torch.tensor([0, 5, 14]), torch.tensor([3, 6], dtype=torch.int32)
+
+    def learned(q: Tensor) -> Tensor:
+        packed = (t.flatten(0, 1) for t in (q, k, v))
+        out = flash_attn_2.flash_attn_varlen_func(*packed, starts, starts, 9, 9, causal=True)
+        return flash_attn_2.flash_attn_func(q, k, v).sum() + out.sum()
+
+    def sloped(q: Tensor) -> Tensor:
+        return flash_attn_2.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes) + 1
+
+    def cached(q: Tensor) -> Tensor:
+        return flash_attn_2.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lens) + 1
+
+    slopes = torch.rand(2, 4)
+    for call in (learned, sloped, cached):
+        torch._dynamo.reset()
+        counts = torch._dynamo.utils.counters["stats"]
+        counts.clear()
+        traced = torch.compile(call, backend="aot_eager")
+        for _ in range(3):
+            grads = []
+            with torch.set_grad_enabled(call is learned):
+                for run in (traced, call):
+                    leaf = q.clone().requires_grad_(call is learned)
+                    out = run(leaf)
+                    if call is learned:
+                        out.backward()
+                    grads += [leaf.grad if call is learned else out]
+            assert torch.equal(*grads)
+            lens += 1
+            lens.clamp_(max=7)
+        assert counts["unique_graphs"] <= 4

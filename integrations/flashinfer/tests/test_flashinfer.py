@@ -112,6 +112,34 @@ def test_decode(layout: str, scores: dict[str, Any]) -> None:
         close([out[None], lse[None]], [wanted[i]])
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_compiled_run_is_traced_no_further_than_the_door(captured: bool) -> None:
+    """It breaks the graph, as FlashInfer's own does, and compiles once for any lengths."""
+    cache, arrays, _ = paged(LENS)
+    buffers = dict[str, Any]()
+    if captured:
+        names = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
+        rooms = arrays[0].clone(), arrays[1].repeat(4), arrays[2].clone()
+        buffers = dict(zip(names, rooms, strict=True))
+        buffers["use_cuda_graph"] = True
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, **buffers)
+
+    def step(query: Tensor) -> Tensor:
+        out: Tensor = wrapper.run(query, cache)
+        return out * 2
+
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    traced = torch.compile(step, backend="aot_eager")
+    query = torch.randn(len(LENS), HEADS, SIZE)
+    for fewer in range(3):
+        last = (arrays[2] - fewer).clamp(min=1)
+        wrapper.plan(*arrays[:2], last, HEADS, KV_HEADS, SIZE, PAGE, q_data_type="float32")
+        assert torch.equal(traced(query), step(query))
+    assert counts["unique_graphs"] <= 4
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scores", SCORES)
 def test_prefill(scores: dict[str, Any], causal: bool) -> None:

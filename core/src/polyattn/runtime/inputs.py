@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from polyattn.errors import BatchError, PolyattnError, describe, shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def bad_input(
@@ -154,6 +160,37 @@ def compiling() -> bool:
     return torch.compiler.is_compiling() and (
         torch.compiler.is_dynamo_compiling() or active_fake_mode() is not None
     )
+
+
+# The public torch.compiler.disable imports torch._dynamo at once, which takes more than a second.
+@_disable_dynamo
+def _eagerly(function: Callable[..., R], args: Any, kwargs: Any) -> R:
+    return function(*args, **kwargs)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `torch.compile` break its graph at `function` and trace nothing in it.
+
+    Args:
+        function: any function or method. An eager call pays about 0.4 us.
+
+    Returns:
+        A function of the same arguments and results.
+
+    Examples:
+        >>> from polyattn.host import untraced
+        >>> untraced(len)([1, 2])
+        2
+
+    """
+
+    @wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return _eagerly(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return door
 
 
 def in_forward_mode() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.host import CallerCache, PackedKeys, lens_between, refuse
+from polyattn.host import CallerCache, refuse
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, dense, options_of, varlen, with_kvcache
@@ -52,9 +52,8 @@ def flash_attn_varlen_func(
     options = options_of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
-    queries = lens_between(cu_seqlens_q)
-    keys = queries if cu_seqlens_k is cu_seqlens_q else lens_between(cu_seqlens_k)
-    result = varlen(q, queries, PackedKeys(k, v, keys, None, block_table), options, alibi_slopes)
+    starts = cu_seqlens_q, cu_seqlens_k
+    result = varlen(q, k, v, starts, options, slopes=alibi_slopes, block_table=block_table)
     return (*result, None) if return_attn_probs else result[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from polyattn import AttentionState, PolyattnError, merge_states
-from polyattn.host import CallerCache, PackedKeys, lens_between, refuse, values_of
+from polyattn.host import CallerCache, refuse
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, dense, options_of, varlen, with_kvcache
@@ -54,14 +54,8 @@ def flash_attn_varlen_func(
     options = options_of(
         softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
     )
-    queries, starts = list(lens_between(cu_seqlens_q)), values_of(cu_seqlens_k)[:-1]
-    keys = list(lens_between(cu_seqlens_k, gap=True)) if seqused_k is None else values_of(seqused_k)
-    if seqused_q is not None:  # the unused queries become a sequence without keys
-        used = values_of(seqused_q)
-        queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]
-        keys = [n for length in keys for n in (length, 0)]
-        starts = [s for start in starts for s in (start, start)]
-    result = varlen(q, queries, PackedKeys(k, v, keys, starts), options)
+    starts, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
+    result = varlen(q, k, v, starts, options, used=used, gap=True)
     return result if return_attn_probs else result[0]
 
 

@@ -18,6 +18,7 @@ from polyattn.host import (
     group_for_call,
     refuse,
     run_plan,
+    untraced,
     values_of,
 )
 from torch import Tensor
@@ -107,6 +108,7 @@ class Step:
         """The step over keys that are passed whole."""
         return self._batch(None)
 
+    @untraced
     def attend(
         self,
         query: Tensor,

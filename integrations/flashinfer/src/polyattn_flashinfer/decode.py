@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.host import CallerCache, attend_cached, refuse, values_of
+from polyattn.host import CallerCache, attend_cached, refuse, untraced, values_of
 from torch import Tensor
 
 from polyattn_flashinfer.calls import (
@@ -140,6 +140,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         keys, scales = pages(paged_kv_cache, self.layout), (q_scale, k_scale, v_scale)
         return self._run(q, keys, out, lse, return_lse, scales, window_left, sinks)
 
+    @untraced
     def _attend(
         self,
         query: Tensor,

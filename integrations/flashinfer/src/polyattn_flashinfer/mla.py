@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import KVCache, LatentAttention, LatentSpec, LayerGroup
-from polyattn.host import group_for, refuse, values_of
+from polyattn.host import group_for, refuse, untraced, values_of
 from torch import Tensor
 
 from polyattn_flashinfer.calls import (
@@ -67,6 +67,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             kv_data_type=kv_data_type,
         )
 
+    @untraced
     def run(
         self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor,
         out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
