@@ -34,14 +34,15 @@ class Planner(StepPlanner):
             if phase == "decode":
                 self.takes_drafts = info.capabilities.state_targets
 
-    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
-        """Plan one step. Raises `BatchError`."""
+    def check(self, batch: Batch) -> None:
         batch.check_queries()
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(
                 f"{self.spec} keeps a state; the batch has no state_slots: pass "
                 f"Batch(state_slots=...)"
             )
+
+    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
         moves = batch.state_targets is not None
         if reuse is not None and moves != (reuse.batch.state_targets is not None):
