@@ -153,3 +153,18 @@ def test_a_captured_mixed_step_has_the_devices_lengths() -> None:
     assert filled.seq_lens.tolist() == [33, 17, 0, 28, 0]
     assert filled.block_table is not None
     assert filled.block_table[:, 0].tolist() == [1, 17, 0, 9, 0]
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SCAN", "NATIVE_SCAN", "VANILLA_SCAN"])
+@pytest.mark.parametrize("targets", [None, [1, -1, -1], [[1, -1, -1], [-1] * 3, [-1] * 3]])
+def test_a_recurrence_s_padding_has_output_0(backend: str, targets: list[int] | None) -> None:
+    conv = RecurrentSpec(conv_width=4)
+    spec = LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv)
+    layer = Recurrent(select(spec, "cpu", backend=backend), weight=torch.ones(8, 4))
+    states = layer.group.allocate_states(2)
+    moved = None if targets is None else torch.tensor(targets)
+    slots = torch.tensor([0, -1, -1])
+    batch = Batch.from_lens([1, 1, 3], [5, 0, 0], state_slots=slots, state_targets=moved)
+    states.data.zero_()
+    out = layer(torch.ones(5, 8), states=states, plan=batch, out=torch.full((5, 8), torch.nan))
+    assert out[0].all() and not out[1:].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -514,3 +515,10 @@ def test_lengths_at_which_sources_turn() -> None:
     rows = draw_turning(Dice(0), at, 200, 600)
     assert all(0 < query <= length <= 600 for query, length in rows)
     assert len({n for _, n in rows} & {511, 512, 513, 127, 128, 129, 37, 48}) > 2
+
+
+def test_a_module_of_one_file_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tutorial's plugin is: its path has no dot."""
+    (tmp_path / "one_file_kernel.py").write_text("PART = 1 << 9\nTILE = 48\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert numbers_of("one_file_kernel:attend") == (9, 48, 512)

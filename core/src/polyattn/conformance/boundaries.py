@@ -23,16 +23,22 @@ _COMMENT = re.compile(r"//.*|/\*.*?\*/", re.DOTALL)
 
 
 @lru_cache(maxsize=64)
-def numbers_of(package: str) -> tuple[int, ...]:
-    """Return the integers from 2 to `LARGEST` in an installed package's Python, C++ and CUDA sources."""
+def numbers_of(path: str) -> tuple[int, ...]:
+    """Return the integers from 2 to `LARGEST` in the sources of the distribution that has an object.
+
+    `path`: `"package.module:name"`. Python, C++ and CUDA are read; a module may be one file.
+    """
     numbers: set[int] = set()
-    spec = find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(folder).rglob("*")):
-            if path.suffix == ".py":
-                numbers |= set(_of_python(path.read_text(encoding="utf-8")))
-            elif path.suffix in (".h", ".cpp", ".cu", ".cuh"):
-                numbers |= set(_of_c(path.read_text(encoding="utf-8")))
+    spec = find_spec(re.split("[.:]", path)[0])
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("*"))]
+    if spec is not None and spec.has_location and not folders:
+        files = [Path(spec.origin or "")]
+    for file in files:
+        if file.suffix == ".py":
+            numbers |= set(_of_python(file.read_text(encoding="utf-8")))
+        elif file.suffix in (".h", ".cpp", ".cu", ".cuh"):
+            numbers |= set(_of_c(file.read_text(encoding="utf-8")))
     return tuple(sorted(n for n in numbers if 2 <= n <= LARGEST))
 
 

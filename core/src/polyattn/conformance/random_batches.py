@@ -153,8 +153,8 @@ def _attending(
     numbers, dice = drawn_numbers(data, spec), harness.dice
     layer = harness.layer(spec, group=group, **numbers)
     block = form.block_size if form else 16
-    package = harness.info.path.partition(".")[0]
-    lengths = draw_lengths(dice, spec, block, turning(numbers_of(package), spec, block))
+    at = turning(numbers_of(harness.info.path), spec, block)
+    lengths = draw_lengths(dice, spec, block, at)
     pool = harness.step(layer, lengths, **numbers).remembered()
     who = f"{harness.backend}, {spec}, seed {harness.seed}"
     spoils = not _mixes_tails(group)

@@ -56,8 +56,12 @@ class StepPlanner(ABC):
     """How a family plans a step: `polyattn.families.FAMILY.planning:Planner(group)`."""
 
     @abstractmethod
+    def check(self, batch: Batch) -> None:
+        """Check that a step has what the layers need, eager or replayed. Raises `BatchError`."""
+
+    @abstractmethod
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
-        """Return the step's calls and merges. Raises `BatchError`."""
+        """Return the calls and merges of a step that `check` accepts. Raises `BatchError`."""
 
     def note(self, step: StepPlan, call: Call) -> str:
         """Return the details of a call in `StepPlan.explain`, after its line."""
@@ -256,6 +260,30 @@ class LayerGroup:
             BatchError: the batch doesn't fit the group's layers.
 
         """
+        self.check(batch)
+        if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
+            raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
+        if self._waits:
+            self.finish_builds()
+        began = time.perf_counter()
+        with on_the_host():
+            step = self.planner.plan(batch, reuse)
+        if self.plan_checks is None:
+            return step
+        seconds = time.perf_counter() - began
+        self.plan_checks(step, reuse, seconds)
+        return step
+
+    def check(self, batch: Batch) -> None:
+        """Check that a step fits the group's layers; `plan` does so, and a graph before it replays.
+
+        Args:
+            batch: the step's sequences.
+
+        Raises:
+            BatchError: the batch doesn't fit.
+
+        """
         if not isinstance(batch, Batch):
             raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
         device = self.torch_device
@@ -277,18 +305,7 @@ class LayerGroup:
                 "first_positions are for keys that are passed whole; a cache's first key has "
                 "position 0, so leave them out"
             )
-        if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
-            raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
-        if self._waits:
-            self.finish_builds()
-        began = time.perf_counter()
-        with on_the_host():
-            step = self.planner.plan(batch, reuse)
-        if self.plan_checks is None:
-            return step
-        seconds = time.perf_counter() - began
-        self.plan_checks(step, reuse, seconds)
-        return step
+        self.planner.check(batch)
 
     def finish_builds(self) -> None:
         """Wait until all candidates are built, so that the kernels of a step no longer change."""

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyattn.conformance.boundaries import numbers_of, turning
 from polyattn.conformance.case import Case
 from polyattn.conformance.checks.published import by_heads
 from polyattn.conformance.harness.base import Harness
@@ -157,7 +158,10 @@ def many_calls(case: Case, harness: Harness) -> None:
 
 
 def many_lengths(case: Case, harness: Harness) -> None:
-    """Steps of ever other lengths and sizes are right, and the first again after them."""
+    """Steps of ever other lengths and sizes are right, and the first again after them.
+
+    One has many rows, of lengths at which the backend's sources may take another path.
+    """
     layer, end = harness.layer(case.spec), time.monotonic() + PATIENCE * harness.budget
     first = harness.step(layer, [(1, 9), (1, 30)]).remembered()
     first.check("first of many lengths: ")
@@ -167,8 +171,10 @@ def many_lengths(case: Case, harness: Harness) -> None:
     for number in range(1, LENGTHS + 1):
         if number > LEAST_LENGTHS and time.monotonic() > end:
             break
-        rows = MANY_ROWS if number == LEAST_LENGTHS // 2 else 1 + number % 7
-        lengths = [(1, 3 * number + row) for row in range(rows)]
+        lengths = [(1, 3 * number + row) for row in range(1 + number % 7)]
+        if number == LEAST_LENGTHS // 2:
+            at = turning(numbers_of(harness.info.path), case.spec)
+            lengths = [(1, at[i]) for i in harness.dice.order(len(at))[:MANY_ROWS].tolist()]
         if number in odd:
             harness.step(layer, odd[number]).check(f"step {number}, of {odd[number]}: ")
         harness.step(layer, lengths).check(f"step {number} of other lengths: ")

@@ -360,10 +360,15 @@ class Planner(StepPlanner):
         """Whether all candidates claim them."""
         return not self.chooser.without_padding_rows
 
-    def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
-        """Plan one step. Raises `BatchError`."""
+    def check(self, batch: Batch) -> None:
         if batch.mask is not None or self.spec.mask is not None:
             check_step_mask(self.spec, batch)
+        if self.group.cache_format is not None:
+            if self.spec.causal:
+                batch.check_queries(self.chooser.without_padding_rows)
+            batch.check_pages(self.group.cache_format.block_size)
+
+    def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
@@ -377,10 +382,6 @@ class Planner(StepPlanner):
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
-            if self.spec.causal:
-                batch.check_queries(self.chooser.without_padding_rows)
-            assert self.group.cache_format is not None
-            batch.check_pages(self.group.cache_format.block_size)
             prompts = rest = None
             if self.spec.dense_context:
                 prompts, rest = whole_prompts(self.spec, batch)

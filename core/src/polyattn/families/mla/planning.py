@@ -143,11 +143,14 @@ class Planner(StepPlanner):
         self.buffers = MergeBuffers()
         self.sharing = Sharing.of(group)
 
-    def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
-        """Plan one step. Raises `BatchError`."""
+    def check(self, batch: Batch) -> None:
         batch.check_queries(list(self.names.values()))
         assert self.group.cache_format is not None
         batch.check_pages(self.group.cache_format.block_size)
+
+    def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
+        form = self.group.cache_format
+        assert form is not None
         earlier: dict[str, Call] = {}
         if reuse is not None:
             earlier = {call.phase: call for call in reuse.calls}
@@ -177,8 +180,7 @@ class Planner(StepPlanner):
         if self.sparse and ops:
             (call, *_) = ops[0].calls
             assert isinstance(call.backend, SparseBackend)
-            size = self.group.cache_format.block_size
-            ops.insert(0, ChosenRows(call.backend, self.spec, batch, size))
+            ops.insert(0, ChosenRows(call.backend, self.spec, batch, form.block_size))
         rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
         before = Store(self.spec, batch, self.store, self.rotated_by, rotation)
         return LatentStep(self.group, batch, before, ops)

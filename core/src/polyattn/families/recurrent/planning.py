@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.targets import (
@@ -16,8 +19,26 @@ from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
-from polyattn.runtime.program import Call
-from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.program import Call, Op, RecurrentFrame
+from polyattn.runtime.step.batch import Batch, upload
+
+
+class PaddingOutput(Op):
+    """The output of padding rows, 0, which kernels may leave as they found it."""
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    def run(self, frame: RecurrentFrame) -> None:
+        frame.out.zero_()
+
+
+def _padding(batch: Batch) -> Iterable[Op]:
+    """Yield what writes the padding rows' output; a captured step has none, for rows change there."""
+    padding = (batch.host_lens == 0) & (batch.host_query_lens > 0)
+    if padding.any() and not batch.lens_are_bounds:
+        tokens = np.flatnonzero(np.repeat(padding, batch.host_query_lens))
+        yield PaddingOutput(upload(tokens, batch.device))
 
 
 class Planner(StepPlanner):
@@ -34,14 +55,15 @@ class Planner(StepPlanner):
             if phase == "decode":
                 self.takes_drafts = info.capabilities.state_targets
 
-    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
-        """Plan one step. Raises `BatchError`."""
+    def check(self, batch: Batch) -> None:
         batch.check_queries()
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(
                 f"{self.spec} keeps a state; the batch has no state_slots: pass "
                 f"Batch(state_slots=...)"
             )
+
+    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
         moves = batch.state_targets is not None
         if reuse is not None and moves != (reuse.batch.state_targets is not None):
@@ -50,11 +72,14 @@ class Planner(StepPlanner):
                 f"{'none' if moves else 'has'}; capture a StepSize of each"
             )
         if moves:
-            return self._moving(batch, before)
-        calls = self._by_phase(batch, before)
-        if reuse is not None and {call.phase for call in calls} - before.keys():
-            raise BatchError("the captured step has other phases; capture a graph for each kind")
-        return StepPlan(self.group, batch, calls)
+            ops = self._moving(batch, before)
+        else:
+            ops = calls = self._by_phase(batch, before)
+            if reuse is not None and {call.phase for call in calls} - before.keys():
+                raise BatchError(
+                    "the captured step has other phases; capture a graph for each kind"
+                )
+        return StepPlan(self.group, batch, (*ops, *_padding(batch)))
 
     def _by_phase(self, batch: Batch, before: Mapping[str, Any]) -> tuple[Call, ...]:
         phases = by_phase(batch)
@@ -101,19 +126,18 @@ class Planner(StepPlanner):
         """Whether a state holds drafts itself, so that the next lengths say how many were accepted."""
         return self.spec.recurrent is not None and self.spec.recurrent.draft_tokens > 0
 
-    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> StepPlan:
+    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> Iterable[Op]:
         """Plan a step whose states end elsewhere: each sequence's, or each token's."""
         assert batch.state_targets is not None
         if batch.state_targets.dim() == 1:
             copy, inner = whole_sequences(batch)
-            return StepPlan(self.group, batch, (copy, *self._by_phase(inner, {})))
+            return copy, *self._by_phase(inner, {})
         self._refuse_two_rooms()
         if self.takes_drafts:
             check_room(batch)
-            call = self._call("decode", Part(batch, None), before.get("decode"))
-            return StepPlan(self.group, batch, (call,))
+            return (self._call("decode", Part(batch, None), before.get("decode")),)
         steps = ((copy, self._call("decode", part, None)) for copy, part in token_by_token(batch))
-        return StepPlan(self.group, batch, chain.from_iterable(steps))
+        return chain.from_iterable(steps)
 
     def _refuse_two_rooms(self) -> None:
         """Refuse a slot for each token where a state has room for drafts itself. Raises `BatchError`."""

@@ -231,8 +231,7 @@ class Planner(StepPlanner):
         if self.kind is RowsPiece:
             self.width = sparse.most
 
-    def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
-        """Plan one step. Raises `BatchError`."""
+    def check(self, batch: Batch) -> None:
         spec, assigned = self.group.spec, self.group.cache_format
         assert assigned is not None and spec.sparse is not None
         per_entry = spec.sparse.tokens_per_entry
@@ -247,6 +246,9 @@ class Planner(StepPlanner):
             raise BatchError(
                 f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
             )
+
+    def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
+        spec = self.group.spec
         pieces: list[Piece] = []
         most = max(1, TABLE_BYTES // (8 * 4 * self.rows * self.width))
         for first in range(0, batch.num_tokens, most):

@@ -14,6 +14,7 @@ from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.runtime.step.batch import Batch
 
 Step = Callable[..., Any]
@@ -63,9 +64,11 @@ class StepGraph:
                 f"doesn't fit a graph captured for {buffers.size} and {buffers.max_len} keys"
             )
         for group in self.groups:
+            group.check(batch)
             problem = group.planner.replay_problem(batch)
             if problem is not None:
                 raise BatchError(problem)
+        self._check_inputs(batch, inputs)
         filled = buffers.fill(batch)
         for group, plan in self.plans.items():
             group.plan(group.planner.own(filled), reuse=plan)
@@ -81,6 +84,27 @@ class StepGraph:
         return _map(
             self.result, lambda tensor, out: _select(tensor, places, out[:tokens]), self.taken
         )
+
+    def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
+        for name, brings in (
+            ("mask", batch.mask is not None),
+            ("inputs", bool(batch.inputs)),
+            ("first_positions", batch.first_positions is not None),
+            ("key_starts", not batch.keys_packed),
+        ):
+            if brings:
+                raise BatchError(f"{name} can't be replayed; run such a step eagerly")
+        if inputs.keys() != self.inputs.keys():
+            raise BatchError(
+                f"inputs are {sorted(inputs)}; the captured step takes {sorted(self.inputs)}"
+            )
+        for name, tensor in inputs.items():
+            check_is_tensor(name, tensor)
+            wanted = self.inputs[name]
+            shape = batch.num_tokens, *wanted.shape[1:]
+            if tensor.shape != shape or tensor.dtype is not wanted.dtype:
+                raise bad_input(name, tensor, shape, wanted.dtype)
 
 
 class StepGraphs:

@@ -131,7 +131,8 @@ class MixedBuffers(StepBuffers):
         self._fill_states(batch, len(prompts), len(decodes))
         if self.positions is not None:
             self.positions.zero_()
-            self.positions.index_copy_(-1, places, positions_of(batch))
+            of_tokens = positions_of(batch).expand(*self.positions.shape[:-1], -1)
+            self.positions.index_copy_(-1, places, of_tokens)
         return self._over(filled, lens)
 
     def _kinds(self, batch: Batch) -> tuple[list[int], list[int]]:

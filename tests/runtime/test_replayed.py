@@ -1,0 +1,94 @@
+"""Does a replay refuse what its eager step refuses? Its buffers hold an earlier step's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from polyattn import (
+    Attention,
+    Batch,
+    CustomMask,
+    LayerGroup,
+    LayerSpec,
+    Recurrent,
+    RecurrentSpec,
+    StepSize,
+)
+from polyattn.errors import BatchError
+from polyattn.runtime.graphs.cuda_graph import StepGraph
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+TABLE = torch.arange(6, dtype=torch.int32).view(2, 3)
+INPUTS = {
+    "query": torch.zeros(2, 4, 32),
+    "key": torch.zeros(2, 2, 32),
+    "value": torch.zeros(2, 2, 32),
+}
+
+
+class Recording:
+    """Stands for a CUDA graph, whose replay a refused step must not reach."""
+
+    def replay(self) -> None:
+        pytest.fail("the step was replayed")
+
+
+def captured(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, inputs: dict[str, torch.Tensor]
+) -> StepGraph:
+    """A graph of one layer, of four rows, as a capture leaves it."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    form = layer.group.cache_format
+    graph = StepGraph([layer.group], print, StepBuffers(4, 1, 48, form and 16, "cpu"))
+    graph.inputs = {name: t.new_zeros(4, *t.shape[1:]) for name, t in inputs.items()}
+    return graph
+
+
+def of(table: torch.Tensor | None = TABLE, lens: tuple[int, int] = (9, 40), **more: Any) -> Batch:
+    return Batch([0, 1, 2], lens, table, **more)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "says"),
+    [
+        (of(None), INPUTS, "the batch has no block_table"),
+        (of(TABLE[:, :2].contiguous()), INPUTS, "block_table has 2 blocks of 16 a sequence"),
+        (Batch.from_lens([1, 1], [3, 4], TABLE, 8), INPUTS, "block_size=8"),
+        (of(mask=CustomMask.tree([[-1], [-1]])), INPUTS, "a mask of kind 'custom'"),
+        (of(inputs={"bias": torch.ones(2)}), INPUTS, "inputs can't be replayed"),
+        (of(key_starts=[1, 2]), INPUTS, "key_starts can't be replayed"),
+        (of(), {"query": INPUTS["query"]}, r"inputs are \['query'\]"),
+        (of(), INPUTS | {"bias": torch.zeros(2)}, r"the captured step takes \['key', 'query'"),
+        (of(), INPUTS | {"query": torch.zeros(1, 4, 32)}, r"query is \(1, 4, 32\)"),
+        (of(), INPUTS | {"key": torch.zeros(2, 1, 32)}, r"key is \(2, 1, 32\)"),
+        (of(), INPUTS | {"value": INPUTS["value"].double()}, "value is .* of torch.float64"),
+    ],
+)
+def test_a_replay_refuses_what_eager_steps_refuse(
+    monkeypatch: pytest.MonkeyPatch, batch: Batch, inputs: dict[str, torch.Tensor], says: str
+) -> None:
+    graph = captured(monkeypatch, Attention(LayerGroup(SPEC)), INPUTS)
+    with pytest.raises(BatchError, match=says):
+        graph.replay(batch, inputs)
+
+
+def test_a_replayed_recurrence_needs_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv = RecurrentSpec(conv_width=4)
+    spec = LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv)
+    inputs = {"x": torch.zeros(2, 8)}
+    graph = captured(monkeypatch, Recurrent(spec, weight=torch.ones(8, 4)), inputs)
+    with pytest.raises(BatchError, match="has no state_slots"):
+        graph.replay(of(None), inputs)
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([7, 3])])
+def test_mixed_buffers_have_text_positions_on_every_axis(positions: torch.Tensor | None) -> None:
+    buffers = MixedBuffers(StepSize(rows=2, prompts=1, prompt_tokens=4), 48, 16, "cpu", axes=3)
+    step = buffers.fill(of(positions=positions))
+    wanted = [8, 39] if positions is None else positions.tolist()
+    assert step.positions is not None
+    assert step.positions[:, -2:].tolist() == [wanted] * 3
