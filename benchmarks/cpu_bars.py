@@ -34,18 +34,8 @@ from suites.sparse import MINIMAX, QWEN
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
 }  # fmt: skip
-INDEXERS: dict[str, tuple[int, IndexerSpec, str]] = {
-    "MSA": (4, IndexerSpec(
-        num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1,
-    ), "read"),
-    "QSA": (4, IndexerSpec(
-        num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True,
-    ), "read"),
-    "DSA, scaled e4m3": (1, IndexerSpec(
-        num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled",
-    ), "mm bf16"),
-}  # fmt: skip
-"""Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it."""
+FAR = 128 << 20
+"""Floats that are read before what must come from memory: 512 MiB, more than a last cache holds."""
 SCANS: dict[str, tuple[int, dict[str, Any], float]] = {
     "Mamba-2 decode 8 seqs": (8, {
         "kind": "mamba2", "num_heads": 128, "num_kv_heads": 8, "head_size": 64,
@@ -243,38 +233,42 @@ class Visit:
     def index(self) -> None:
         """An indexer's decode in bfloat16 over scattered pages of 64, beside what limits it.
 
-        `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`. Loops read the
-        indexer's pages in its order; they convert, sum and choose nothing. Where products are below the
-        bar, no kernel of this instruction set meets it. `host`: ms of a call whose kernel does nothing;
-        `floor`: products and that together.
+        `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`, as is the read
+        before each call. Loops read the indexer's pages in its order; they convert, sum and choose
+        nothing. Where products are below the bar, no kernel of this instruction set meets it. `ns`: of a
+        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together.
         """
+        memory = self.torch.ones(FAR)
+        for name, (counts, spec, what) in self.native.INDEXERS.items():
+            for seqs in counts:
+                self._index(f"index {name}, {seqs} seqs", spec, seqs, what, memory)
+
+    def _index(self, label: str, spec: IndexerSpec, seqs: int, what: str, memory: Any) -> None:
         from polyattn.conformance.cases.index import layer_for
 
-        for name, (seqs, spec, what) in INDEXERS.items():
-            layer = layer_for(spec, "bfloat16")
-            work = self.native.step_of(layer, f"{seqs}q1s128k", "NATIVE_INDEX", "index")
-            bounds = self.limits()
-            limit, amount = bounds[what if what in bounds else "mm fp32"]
-            multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
-            calls: Calls = {"index": work.call, "limit": limit, "mm": multiply}
-            if what == "read":
-                calls |= self.native.index_floors(work, spec.num_heads, limit)
-            best = least(calls, len(calls) / 3 * self.seconds, time.thread_time)
-            entries = seqs * ((1 << 17) // spec.tokens_per_entry)
-            keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
-            products = 2 * entries * spec.num_heads * spec.head_size
-            done = keys if what == "read" else products
-            share = done / best["index"] / (amount / best["limit"])
-            of_mm = products / best["index"] / (rate / best["mm"])
-            more = {"of_mm": of_mm, "bar_of_mm": of_mm * 0.7 / share}
-            if what == "read":
-                for way in ("rows", "products"):
-                    took = min(best[key] for key in best if key.startswith(way))
-                    more[f"{way}_of_read"] = keys / took / (amount / best["limit"])
-                more["floor"] = keys / (took + best["host"]) / (amount / best["limit"])
-                more["host"] = best["host"] * 1e3
-            self.row(f"index {name}", share, f"of {what}", 0.7, ms=best["index"] * 1e3,
-                     gb_s=keys / best["index"] / 1e9, **more)  # fmt: skip
+        layer = layer_for(spec, "bfloat16")
+        work = self.native.step_of(layer, f"{seqs}q1s128k", "NATIVE_INDEX", "index")
+        bounds = self.limits() | {"read": (memory.sum, memory.nbytes)}
+        limit, amount = bounds[what if what in bounds else "mm fp32"]
+        multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
+        calls: Calls = {"before": memory.sum, "index": work.call, "limit": limit, "mm": multiply}
+        if what == "read":
+            calls |= self.native.index_floors(work, spec.num_heads, limit)
+        best = least(calls, len(calls) / 3 * self.seconds, time.thread_time)
+        entries = seqs * ((1 << 17) // spec.tokens_per_entry)
+        keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
+        products = 2 * entries * spec.num_heads * spec.head_size
+        share = (keys if what == "read" else products) / best["index"] / (amount / best["limit"])
+        of_mm = products / best["index"] / (rate / best["mm"])
+        more = {"of_mm": of_mm, "bar_of_mm": of_mm * 0.7 / share}
+        if what == "read":
+            for way in ("rows", "products"):
+                took = min(best[key] for key in best if key.startswith(way))
+                more[f"{way}_of_read"] = keys / took / (amount / best["limit"])
+            more["floor"] = keys / (took + best["host"]) / (amount / best["limit"])
+            more["host"] = best["host"] * 1e3
+        self.row(label, share, f"of {what}", 0.7, ms=best["index"] * 1e3, gb_s=keys / best["index"] / 1e9,
+                 ns=best["index"] / entries * 1e9, **more)  # fmt: skip
 
     def sparse(self) -> None:
         """A decode of chosen keys by all cores, as engines decode, and by one thread.
@@ -287,7 +281,7 @@ class Visit:
         In ms: `host`, a call whose kernel does nothing; `empty`, one of an empty native function; `team`,
         a few lines read by each thread; `hot`, a call whose blocks are all the same one.
         """
-        memory = self.torch.ones(128 << 20)
+        memory = self.torch.ones(FAR)
         for name, (spec, layout) in SPARSE.items():
             for count, clock in ((self.cores, time.perf_counter), (1, time.thread_time)):
                 with self.threads(count):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from measuring import build
 from polyattn import LatentSpec, LayerSpec
-from polyattn.kernel import Frame
+from polyattn.kernel import Frame, IndexerSpec
 from polyattn_cpu.native import build as native
 from polyattn_cpu.native.attention import kernels
 from polyattn_cpu.native.library import isa
@@ -58,6 +58,20 @@ CASES: dict[str, tuple[LayerSpec, str, str]] = {
     "prefill 1x2048 fp32": (LLAMA, "q2k", "float32"),
 }  # fmt: skip
 """A layer, its step in `polyattn bench`'s grammar, and its dtype."""
+INDEXERS: dict[str, tuple[tuple[int, ...], IndexerSpec, str]] = {
+    "MSA": ((16, 4), IndexerSpec(
+        num_heads=4, head_size=128, budget=16, activation="none", fold="none", pool=128, forced_last=1,
+    ), "read"),
+    "QSA": ((64, 4), IndexerSpec(
+        num_heads=4, head_size=128, budget=512, fold="sum", tokens_per_entry=4, tail=True,
+    ), "read"),
+    "DSA, scaled e4m3": ((1,), IndexerSpec(
+        num_heads=64, head_size=128, budget=2048, cache_dtype="fp8_scaled",
+    ), "mm bf16"),
+}  # fmt: skip
+"""Sequences of 131,072 tokens that decode one, how an indexer chooses among them, and what limits it.
+
+The first two have caches of 512 MiB, then of 128 and of 32, which some last caches hold."""
 
 
 def step_of(spec: LayerSpec, steps: str, backend: str, part: str = "layer") -> Any:

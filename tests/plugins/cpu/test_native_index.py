@@ -86,13 +86,32 @@ def test_it_chooses_what_torch_does(isa, name):
         assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
-@pytest.mark.parametrize("block", [1, 5, 64])
+@pytest.mark.parametrize("block", [1, 5, 8, 64])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_keys_of_128_in_runs_of_any_length(heads, block, isa):
     """A vector's keys lie in one run of memory or in several; a last tile is a part of one."""
     spec = IndexerSpec(num_heads=heads, head_size=128, budget=9, scale=0.25)
     layer = layer_for(spec, "bfloat16")
     work = IndexWorkload(layer, [(1, 300), (1, 13)], Dice(0), block=block, numbers=WHOLE)
+    assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"within": 8},
+        {"within": 12},
+        {"pool": 5},
+        {"forced_first": 70, "forced_last": 3},
+        {"fold": "none", "activation": "none"},
+    ],
+    ids=str,
+)
+def test_runs_of_keys_of_128_end_anywhere(isa, threads, fields):
+    """At a block of `within`, or where a long sequence is cut, which is at a whole candidate."""
+    threads(5)
+    spec = IndexerSpec(num_heads=4, head_size=128, budget=90, scale=0.25, **fields)
+    work = step(spec, [1, 1], [20000, 21])
     assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
@@ -158,8 +177,9 @@ def test_ties_and_rising_scores_fill_the_list_many_times(isa, budget):
         assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
-def test_a_broken_table_is_refused(isa):
-    work = step(SPECS["3 heads of 64"], [1, 1], [40, 40])
+@pytest.mark.parametrize("name", ["3 heads of 64", "1 heads of 128"])
+def test_a_broken_table_is_refused(isa, name):
+    work = step(SPECS[name], [1, 1], [40, 40])
     work.batch.block_table[1, 2] = 10**6
     with pytest.raises(BatchError, match="block_table points outside the index cache's 9 blocks"):
         chosen(work)

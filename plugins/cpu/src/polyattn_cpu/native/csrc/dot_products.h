@@ -1,13 +1,12 @@
 // Decode's products: a few rows of queries with some keys, of weights with some values. `Asks` says which
 // lines are asked for beside them (dot_asks.h). Included by dot_path.h.
 
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]. SIZE is `size` where the compiler
+// Products of W / ROWS keys with ROWS rows, a vector of sums for each, [key][row]. SIZE is `size` where the compiler
 // knows it, else 0.
 template <class T, int ROWS, class How, int SIZE, class Asks>
-PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
-                        Asks asks) {
+PA_ALWAYS void multiply_keys(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks,
+                             vf *acc) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
-  vf acc[W];
   PA_UNROLLED
   for (int i = 0; i < W; i++) acc[i] = vf{};
   int d = 0;
@@ -81,11 +80,17 @@ PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, 
     for (; d + W <= size; d += W) step(d, W);
     if (d < size) step(d, size - d);
   }
+}
+// The same as dot products, one vector.
+template <class T, int ROWS, class How, class Asks>
+PA_ALWAYS vf dots_here(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks) {
+  vf acc[W];
+  multiply_keys<T, ROWS, How, 0>(keys, offset, q, ldq, size, asks, acc);
   return sums(acc);
 }
 template <class T, int ROWS, class Asks>
 PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size, Asks asks) {
-  return dots_here<T, ROWS, Apart<T>, 0>(keys, offset, q, ldq, size, asks);
+  return dots_here<T, ROWS, Apart<T>>(keys, offset, q, ldq, size, asks);
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of

@@ -9,6 +9,7 @@ constexpr int INDEX_TILE = MATRIX_TILE;
 // Decode's products take a tile's keys from so many places in turn, as prefetchers follow each place, and ask for
 // keys so many bytes ahead of their use.
 constexpr int INDEX_PLACES = 2, INDEX_AHEAD = 8192;
+constexpr int RUN_AHEAD = 4096;  // in keys that lie in runs of memory, a page of 4 KiB
 
 // Rows of a token: a whole number of vectors, or a power of two that divides one.
 PA_INLINE int index_rows(const pa_index &x) {
@@ -34,6 +35,12 @@ struct Ranked {
   int32_t count;        // of numbers
   int32_t candidate;    // whose entries are being read, or -1
   float best, floor;    // its best score; what a further one must be above (NaN: any will do)
+};
+
+// Entries that follow one another in a page, and are of one block of `within`.
+struct Keys {
+  int32_t first, count;
+  const char *at, *scale;
 };
 
 struct Silent {  // asks for nothing
@@ -160,36 +167,40 @@ struct Index {
     __builtin_memset(s, 0, 4L * (INDEX_TILE + W) * Engine::VECTORS * W);
   }
 
-  // The keys of entries from `entry` on that some choice may have, to the places from `first` on, a tile of
-  // them at most. Returns how many; -1 where the table points outside the cache.
+  // The next keys from `entry` on that some choice may have, `most` of them at most. Returns how many: 0 at the
+  // end, -1 where the table points outside the cache.
+  int keys_from(int32_t &entry, int most, Keys &found) {
+    const int64_t bytes = (int64_t)x.head_size * sizeof(T);
+    int32_t stop = item.to;
+    for (; x.within && entry < item.to; entry = stop) {
+      const int block = entry / x.within_block;
+      stop = pa_min(item.to, (block + 1) * x.within_block);
+      if (any_held[block]) break;
+    }
+    if (entry >= item.to) return 0;
+    const int page = entry / x.block_size, from = entry - page * x.block_size;
+    stop = pa_min(pa_min(stop, entry + most), (page + 1) * x.block_size);
+    const int64_t number = x.table[item.seq * x.table_row + page];
+    if (number < 0 || number >= x.num_blocks) return -1;
+    const char *key = (const char *)x.keys + number * x.page_bytes;
+    found = {entry, stop - entry, key + from * bytes, key + x.block_size * bytes + from * 4L};
+    entry = stop;
+    return found.count;
+  }
+  // A tile of them at most, to the places from `first` on.
   int find(int32_t &entry, int first) {
-    const int32_t *table = x.table + item.seq * x.table_row;
     const int64_t bytes = (int64_t)x.head_size * sizeof(T);
     int n = 0;
-    while (n < INDEX_TILE && entry < item.to) {
-      int stop = pa_min(item.to, entry + INDEX_TILE - n);
-      if (x.within) {
-        const int block = entry / x.within_block;
-        if (!any_held[block]) {
-          entry = (block + 1) * x.within_block;
-          continue;
-        }
-        stop = pa_min(stop, (block + 1) * x.within_block);
-      }
-      const int page = entry / x.block_size, from = entry - page * x.block_size;
-      stop = pa_min(stop, (page + 1) * x.block_size);
-      const int64_t number = table[page];
-      if (number < 0 || number >= x.num_blocks) return -1;
-      const char *key = (const char *)x.keys + number * x.page_bytes;
-      const char *scale = key + x.block_size * bytes + from * 4L;
-      key += from * bytes;
-      const int to = first + n, some = stop - entry;
-      for (int i = 0; i < some; i++) at[to + i] = key + i * bytes;
-      for (int i = 0; i < some; i++) ids[to + i] = entry + i;
-      for (int i = 0; x.scaled && i < some; i++) scale_at[to + i] = scale + 4 * i;
-      if (x.scaled) prefetch(scale + 4 * (some - 1));
-      n += some;
-      entry = stop;
+    while (n < INDEX_TILE) {
+      Keys some;
+      const int count = keys_from(entry, INDEX_TILE - n, some), to = first + n;
+      if (count < 0) return -1;
+      if (!count) break;
+      for (int i = 0; i < count; i++) at[to + i] = some.at + i * bytes;
+      for (int i = 0; i < count; i++) ids[to + i] = some.first + i;
+      for (int i = 0; x.scaled && i < count; i++) scale_at[to + i] = some.scale + 4 * i;
+      if (x.scaled) prefetch(some.scale + 4 * (count - 1));
+      n += count;
     }
     return n;
   }
@@ -256,15 +267,23 @@ struct Index {
   }
   // Entries [id, id + n) are candidates of their own.
   void add_entries(Ranked &r, int32_t id, const float *score, int n) {
+    if (is_forced(r, id) || is_forced(r, id + n - 1)) {
+      for (int j = 0; j < n; j++) add(r, id + j, score[j]);
+      return;
+    }
     vi place;
     for (int i = 0; i < W; i++) place[i] = i;
     for (int i = 0; i < n; i += W) {
-      if (is_forced(r, id + i) || is_forced(r, id + i + W - 1)) {
-        for (int j = i; j < pa_min(i + W, n); j++) add(r, id + j, score[j]);
-        continue;
-      }
       const vf some = read<vf>(score + i);
       const uint32_t good = lanes_of(~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i)));
+#if PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
+      const __m256i rank = lanes_together((__m256i)ranks_of(some), good);
+      const __m256i name = lanes_together((__m256i)~(place + splati(id + i)), good);
+      const __m256i even = _mm256_unpacklo_epi32(name, rank), odd = _mm256_unpackhi_epi32(name, rank);
+      write(r.numbers + r.count, _mm256_permute2x128_si256(even, odd, 0x20));  // what isn't good is written over
+      write(r.numbers + r.count + 4, _mm256_permute2x128_si256(even, odd, 0x31));
+      r.count += __builtin_popcount(good);
+#else
       if (!good) continue;
       uint32_t rank[W];
       write(rank, ranks_of(some));
@@ -273,6 +292,7 @@ struct Index {
         r.numbers[r.count] = pa_candidate(rank[j], id + i + j);
         r.count += good >> j & 1;
       }
+#endif
     }
   }
   void end_candidate(Ranked &r) {
@@ -299,24 +319,25 @@ struct Index {
       r.best = best;
     }
   }
+  // Entries [id, id + n), of one block of `within`.
+  void rank_some(Ranked &r, int32_t id, const float *score, int n) {
+    if (x.within && !r.held[id / x.within_block]) return;
+    if (r.count + n + W > room) shorten(r);
+    n = pa_min(n, r.sight.visible - id);
+    if (n <= 0) return;
+    if (x.pool > 1) return add_pooled(r, id, score, n);
+    add_entries(r, id, score, n);
+  }
   void rank(int count) {
     for (int i = 0; i < item.tokens * x.choices; i++) {
-      Ranked &r = ranked[i];
       const float *mine = scores + (int64_t)i * INDEX_TILE;
-      if (r.count + INDEX_TILE + 1 > room) shorten(r);
       for (int from = 0, to; from < count; from = to) {
         to = count;
         if (x.within) {
           const int block = ids[from] / x.within_block;
           for (to = from + 1; to < count && ids[to] == ids[from] + (to - from) && ids[to] / x.within_block == block;) to++;
-          if (!r.held[block]) continue;
         }
-        const int n = pa_min(to - from, r.sight.visible - ids[from]);
-        if (x.pool > 1) {
-          add_pooled(r, ids[from], mine + from, n);
-        } else {
-          add_entries(r, ids[from], mine + from, n);
-        }
+        rank_some(ranked[i], ids[from], mine + from, to - from);
       }
     }
   }
@@ -410,7 +431,7 @@ struct Index {
 #if defined(PA_PAIR_DOTS)
           block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, Silent());
 #else
-          block[p][r] = dots_here<T, ROWS, IndexApart<T>, 0>(some, 0, q, ld, x.head_size, Silent());
+          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, Silent());
 #endif
         }
       }
@@ -420,63 +441,67 @@ struct Index {
       }
     }
   }
-  // The same of keys whose size the compiler knows: W in a run of memory, or copied into one.
+  // Keys whose size the compiler knows, in runs of memory: each run's are ranked when it is done, so that memory
+  // isn't idle for long. False where the table points outside the cache.
   template <int ROWS, int SIZE>
-  PA_NOINLINE void dot_runs(int count, int next) {
-    constexpr int KEYS = W / ROWS, BYTES = SIZE * (int)sizeof(T), DISTANCE = INDEX_AHEAD / BYTES;
-    const int there = count + next;
-    for (int i = there; i < there + W; i++) at[i] = at[there - 1];
-    for (int i = 0; i < count; i += W) {
-      alignas(64) char copied[W * BYTES];
-      const char *run = at[i], *ask = at[pa_min(i + DISTANCE, there - 1)];
-      int64_t gaps = 0;
-      for (int k = 0; k < W; k++) gaps |= (at[i + k] - run) ^ (k * BYTES);
-      if (gaps) {
-        for (int k = 0; k < W; k++) __builtin_memcpy(copied + k * BYTES, at[i + k], BYTES);
-        run = copied;
+  PA_NOINLINE bool choose_runs() {
+    constexpr int KEYS = W / ROWS, BYTES = SIZE * (int)sizeof(T);
+    Keys some = {}, ask = {};
+    int32_t entry = item.from, asked = item.from;
+    const auto ask_further = [&]() __attribute__((always_inline)) {
+      ask.at += W * BYTES;
+      ask.count -= W;
+      if (ask.count <= 0) keys_from(asked, INDEX_TILE, ask);
+    };
+    for (int i = 0; i < RUN_AHEAD / BYTES / W; i++) ask_further();
+    int count;
+    while ((count = keys_from(entry, INDEX_TILE, some)) > 0) {
+      for (int t = 0; t < count; t += W) {
+        alignas(64) char copied[W * BYTES];
+        const char *run = some.at + t * BYTES;
+        if (count - t < W) run = (const char *)__builtin_memcpy(copied, run, (count - t) * BYTES);
+        ask_further();
+        vf part[ROWS][ROWS], block[ROWS];  // [row][visit]
+        PA_ROLLED
+        for (int v = 0; v < ROWS; v++) {
+          const float *mine = q;
+          __asm__ volatile("" : "+r"(mine));  // else all rows are loaded before, and spilled
+          const char *keys[KEYS];
+          for (int k = 0; k < KEYS; k++) keys[k] = run + (v * KEYS + k) * BYTES;
+          vf acc[W];
+          multiply_keys<T, ROWS, IndexApart<T>, SIZE>(keys, 0, mine, SIZE, SIZE, InOrder{ask.at + v * KEYS * BYTES}, acc);
+          PA_UNROLLED
+          for (int r = 0; r < ROWS; r++) {
+            vf row[KEYS];
+            PA_UNROLLED
+            for (int k = 0; k < KEYS; k++) row[k] = acc[k * ROWS + r];
+            part[r][v] = sums<1, KEYS>(row);
+          }
+        }
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) block[r] = sums<KEYS, ROWS>(part[r]);
+        fold_rows(block, ROWS, 0, 0, t);
       }
-      vf block[ROWS];
-      PA_ROLLED
-      for (int r = 0; r < ROWS; r++) {
-        const float *mine = q;
-        __asm__ volatile("" : "+r"(mine));  // else all rows are loaded before, and spilled
-        const char *some[KEYS];
-        for (int k = 0; k < KEYS; k++) some[k] = run + (r + k * ROWS) * BYTES;
-        const InOrder asks = {ask + r * KEYS * BYTES};
-        block[r] = dots_here<T, ROWS, IndexApart<T>, SIZE>(some, 0, mine, SIZE, SIZE, asks);
-      }
-      transpose<ROWS>(block);
-      fold_rows(block, ROWS, 0, 0, i);
+      for (int i = 0; i < x.choices; i++) rank_some(ranked[i], some.first, scores + (int64_t)i * INDEX_TILE, count);
     }
+    return count == 0;
   }
-  template <int ROWS>
-  void dot_rows(int count, int next) {
-    constexpr int SIZE = IndexApart<T>::SIZE;
-    if constexpr (SIZE > 0) {
-      if (x.head_size == SIZE) return dot_runs<ROWS, SIZE>(count, next);
-    }
-    dot_all<ROWS>(count, next);
+  // The rows of a vector's part, as a constant.
+  template <class Each>
+  auto by_rows(Each each) {
+    if (rows <= 1) return each(std::integral_constant<int, 1>());
+    if (rows <= 2) return each(std::integral_constant<int, 2>());
+    if (PART_ROWS < 8 || rows <= 4) return each(std::integral_constant<int, 4>());
+    return each(std::integral_constant<int, PART_ROWS>());
   }
-  void dot_few(int count, int next) {
-    if (rows <= 1) return dot_rows<1>(count, next);
-    if (rows <= 2) return dot_rows<2>(count, next);
-    if (rows <= 4) return dot_rows<4>(count, next);
-    if constexpr (PART_ROWS >= 8) dot_rows<8>(count, next);
+  static constexpr int SIZE = IndexApart<T>::SIZE;
+  bool in_runs() const {
+    return few && x.head_size == SIZE && x.block_size % W == 0 && (!x.within || x.within_block % W == 0);
   }
 #endif
 
-  void all() {
-    begin();
-    float by = x.scale;
-#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
-    few = is_few_rows(x, item.tokens);
-    if (few) {
-      take_few_rows();
-      by /= FACTOR;
-    } else
-#endif
-      take_queries();
-    Engine::begin();
+  // A tile of keys after another. False where the table points outside the cache.
+  bool choose_tiles(float by) {
     Item whole = {};
     whole.heads = 1;
     Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
@@ -484,14 +509,11 @@ struct Index {
     int count = find(entry, 0);
     while (count > 0) {
       const int next = find(entry, count);
-      if (next < 0) {
-        count = -1;
-        break;
-      }
+      if (next < 0) return false;
       take_factors(count, by);
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
       if (few) {
-        dot_few(count, next);
+        by_rows([&](auto rows) { dot_all<rows()>(count, next); });
       } else
 #endif
       {
@@ -505,8 +527,31 @@ struct Index {
       __builtin_memmove(ids, ids + count, next * sizeof *ids);
       count = next;
     }
+    return count == 0;
+  }
+
+  void all() {
+    begin();
+    float by = x.scale;
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+    few = is_few_rows(x, item.tokens);
+    if (few) {
+      take_few_rows();
+      by /= FACTOR;
+    } else
+#endif
+      take_queries();
+    Engine::begin();
+    bool fine;
+#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+    if constexpr (SIZE > 0) {
+      take_factors(0, by);
+      fine = in_runs() ? by_rows([&](auto rows) { return choose_runs<rows(), SIZE>(); }) : choose_tiles(by);
+    } else
+#endif
+      fine = choose_tiles(by);
     Engine::end();
-    if (count < 0) {
+    if (!fine) {
       __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
       return;
     }

@@ -215,51 +215,56 @@ template <int SCALE, int ROWS, class Asks>
 PA_NOINLINE void code_int_scores(const Codes &of, const IntTable &table, int first, int count, const float *q, int ldq,
                                  const float *sums_of, int ldsum, const float *units, float *s, int64_t ld, Asks asks) {
   constexpr int EACH = ROWS < 4 ? 4 / ROWS : 1;
+  constexpr int WORDS = SCALE == PA_E4M3S ? 2 : 4;  // of a group
   constexpr bool LEAST = SCALE == PA_STEPS;
-  const vs whole = in_quarters<vs>(table.whole);
+  const vs numbers = in_quarters<vs>(table.whole);
   const int words = of.words, groups = of.groups;
   const int64_t offset = of.offset, scales_at = of.scales;
   const char *const *keys = of.rows + first;
-  for (int t = 0; t < count; t += QUARTERS * EACH, keys += QUARTERS * EACH, s += QUARTERS * EACH * ld) {
-    vf acc[EACH * ROWS];
-    PA_UNROLLED
-    for (int i = 0; i < EACH * ROWS; i++) acc[i] = vf{};
-    for (int word = 0; word < words; word += 16) {
-      const int group = word / (SCALE == PA_E4M3S ? 2 : 4);
+  const auto all = [&](auto whole) __attribute__((always_inline)) {  // words are a multiple of 16: no part is looked for
+    for (int t = 0; t < count; t += QUARTERS * EACH, keys += QUARTERS * EACH, s += QUARTERS * EACH * ld) {
+      vf acc[EACH * ROWS];
       PA_UNROLLED
-      for (int i = 0; i < EACH; i++) {
-        const QuarterScales<SCALE> scales(keys + i, EACH, scales_at + QuarterScales<SCALE>::BYTES * group, groups - group);
-        auto four = [&](auto g) __attribute__((always_inline)) {
-          const int at = word + 4 * g();
-          if (at >= words) return;
-          Asks::template keys<1>(asks, 0);
-          const FourCodes x(whole, quarter_words(keys + i, EACH, offset + 4 * at, words - at));
-          const GroupScales is = scales.template at<g()>();
-          PA_UNROLLED
-          for (int r = 0; r < ROWS; r++) {
-            const int16_t *row = (const int16_t *)(q + (int64_t)r * ldq) + at * WORD_CODES * INT_TWICE;
-            vi part = {};
+      for (int i = 0; i < EACH * ROWS; i++) acc[i] = vf{};
+      for (int word = 0; word < words; word += 16) {
+        const int group = word / WORDS, left = whole() ? 16 / WORDS : groups - group;
+        PA_UNROLLED
+        for (int i = 0; i < EACH; i++) {
+          const QuarterScales<SCALE> scales(keys + i, EACH, scales_at + QuarterScales<SCALE>::BYTES * group, left);
+          auto four = [&](auto g) __attribute__((always_inline)) {
+            const int at = word + 4 * g();
+            if (!whole() && at >= words) return;
+            Asks::template keys<1>(asks, 0);
+            const FourCodes x(numbers, quarter_words(keys + i, EACH, offset + 4 * at, whole() ? 4 : words - at));
+            const GroupScales is = scales.template at<g()>();
             PA_UNROLLED
-            for (int j = 0; j < 4; j++) {
-              part = add_ints(part, x.of[j], INT_TWICE == 2 ? read<vs>(row + 16 * j) : in_quarters<vs>(row + 8 * j));
+            for (int r = 0; r < ROWS; r++) {
+              const int16_t *row = (const int16_t *)(q + (int64_t)r * ldq) + at * WORD_CODES * INT_TWICE;
+              vi part = {};
+              PA_UNROLLED
+              for (int j = 0; j < 4; j++) {
+                part = add_ints(part, x.of[j], INT_TWICE == 2 ? read<vs>(row + 16 * j) : in_quarters<vs>(row + 8 * j));
+              }
+              acc[i * ROWS + r] += int_sums(part) * is.by;
+              if (LEAST) acc[i * ROWS + r] += in_quarters<vf>(sums_of + r * ldsum + at) * is.least;
             }
-            acc[i * ROWS + r] += int_sums(part) * is.by;
-            if (LEAST) acc[i * ROWS + r] += in_quarters<vf>(sums_of + r * ldsum + at) * is.least;
-          }
-        };
-        four(std::integral_constant<int, 0>());
-        four(std::integral_constant<int, 1>());
-        four(std::integral_constant<int, 2>());
-        four(std::integral_constant<int, 3>());
+          };
+          four(std::integral_constant<int, 0>());
+          four(std::integral_constant<int, 1>());
+          four(std::integral_constant<int, 2>());
+          four(std::integral_constant<int, 3>());
+        }
+      }
+      if constexpr (ROWS < 4) {
+        put_scores<ROWS>(quarter_sums(acc) * loadf(units), s, ld);
+      } else {
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r += 4) put_scores<4>(quarter_sums(acc + r) * loadf(units + r / 4 * W), s + r, ld);
       }
     }
-    if constexpr (ROWS < 4) {
-      put_scores<ROWS>(quarter_sums(acc) * loadf(units), s, ld);
-    } else {
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r += 4) put_scores<4>(quarter_sums(acc + r) * loadf(units + r / 4 * W), s + r, ld);
-    }
-  }
+  };
+  if (words % 16 == 0) all(std::true_type());
+  else all(std::false_type());
 }
 
 // 2 W elements as integers of 16 bits, or `some` and zeros.

@@ -87,6 +87,24 @@ PA_INLINE uint32_t lanes_of(vi mask) {
   return found;
 #endif
 }
+#if PA_W == 8 && defined(__AVX2__)
+// A mask's lanes, beside one another; the others behind them are the first one.
+struct LanesOf {
+  uint8_t of[256][W];
+  constexpr LanesOf() : of() {
+    for (int mask = 0; mask < 256; mask++) {
+      for (int i = 0, n = 0; i < W; i++) {
+        if (mask >> i & 1) of[mask][n++] = (uint8_t)i;
+      }
+    }
+  }
+};
+constexpr LanesOf LANES_OF;
+PA_INLINE __m256i lanes_together(__m256i x, uint32_t mask) {
+  return _mm256_permutevar8x32_epi32(x, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)LANES_OF.of[mask])));
+}
+#endif
+
 PA_INLINE bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -217,16 +235,17 @@ PA_INLINE V sum_of_halves(V a, V b) {
          __builtin_shufflevector(a, b, PA_LANES(summed, B, true));
 }
 
-// The sums of W vectors as one vector: lane i is the sum of v[i]. 45 operations for 16 sums.
-template <int B = 1, class V>
+// The sums of W vectors as one vector: lane i is the sum of v[i]. 45 operations for 16 sums. Of N vectors the first
+// steps from blocks of B on; those of W / N such sums are the rest of them.
+template <int B = 1, int N = W / B, class V>
 PA_INLINE V sums(const V *v) {
-  V half[W / B / 2];
-  PA_UNROLLED
-  for (int i = 0; i < W / B / 2; i++) half[i] = sum_of_halves<B>(v[2 * i], v[2 * i + 1]);
-  if constexpr (B == W / 2) {
-    return half[0];
+  if constexpr (N == 1) {
+    return v[0];
   } else {
-    return sums<2 * B>(half);
+    V half[N / 2];
+    PA_UNROLLED
+    for (int i = 0; i < N / 2; i++) half[i] = sum_of_halves<B>(v[2 * i], v[2 * i + 1]);
+    return sums<2 * B, N / 2>(half);
   }
 }
 
