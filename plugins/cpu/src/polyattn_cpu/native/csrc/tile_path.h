@@ -31,7 +31,7 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   TileLayout is(layer, heads, per_head);
   int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
-                  (int64_t)(KEY_STEP * (is.k + 32) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
+                  (int64_t)(KEY_STEP * pa_max(is.k + 32, 128) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
   return words * 4 + Walk::scratch(layer, TILE_KEYS) + 16 * 64;
 }
 
@@ -65,14 +65,11 @@ struct RowAsks {
   PA_ALWAYS void operator()() {
     if (row == end) return;
     const char *at = *row + offset + byte;
-    PA_UNROLLED
-    for (int i = 0; i < 256; i += 64) {
-      if (byte + i < bytes) prefetch_l2(at + i);
-    }
     byte += 256;
-    if (byte < bytes) return;
-    byte = 0;
-    if (++row == end) go_on();
+    if (byte > bytes) return rest(at);
+    PA_UNROLLED
+    for (int i = 0; i < 256; i += 64) prefetch_l2(at + i);
+    if (byte == bytes) turn();
   }
   PA_ALWAYS void products(int) {}
   PA_NOINLINE void all() {
@@ -80,6 +77,15 @@ struct RowAsks {
   }
 
  private:
+  PA_ALWAYS void turn() {
+    byte = 0;
+    if (++row == end) go_on();
+  }
+  // What a row has beyond whole 256 bytes.
+  PA_ALWAYS void rest(const char *at) {
+    for (int left = bytes - byte + 256; left > 0; left -= 64, at += 64) prefetch_l2(at);
+    turn();
+  }
   PA_NOINLINE void go_on() {
     if (++head == of->heads) {
       if (value || !of->value_bytes) return;
@@ -117,7 +123,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     turned = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     alpha = arena.take<float>(is.lanes);
-    keys = arena.take<uint16_t>((int64_t)KEY_STEP * (is.k + 32));
+    keys = arena.take<uint16_t>((int64_t)KEY_STEP * pa_max(is.k + 32, 128));
     values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
     how = logits_of(run);
@@ -125,6 +131,15 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     __builtin_memset(q, 0, 4 * units * is.query_words());
     __builtin_memset(o, 0, 4 * units * is.output_floats());
     __builtin_memset(s, 0, 4L * TILE_KEYS * is.lanes);
+  }
+
+  // Forgets all but the queries.
+  void start_over() {
+    for (int i = 0; i < is.lanes; i++) {
+      lanes.m[i] = LOWEST;
+      lanes.l[i] = 0;
+    }
+    __builtin_memset(o, 0, 4L * is.heads * is.units * is.output_floats());
   }
 
   int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
@@ -191,15 +206,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  template <class Asks>
-  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset, Asks &asks) {
+  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
     if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
     const int64_t ld = is.k + 32;  // of an odd number of cache lines
     uint16_t *to = keys + t % KEY_STEP * ld;
     for (int i = 0; i < 16; i++) {
       const bool there = t + i < count;
       const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
-      asks();
       for (int d = 0; d < is.k; d += 64) {
         Halves x = {};
         if (there) x = halves(from + d, layer.head_size - d);
@@ -393,16 +406,82 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
                    is.heads * is.v / VALUE_STEP * 16 * VALUE_COST);
   }
 
+  // Scores of 64 keys that don't lie evenly with one unit's rows. While 64 elements of them are multiplied, the next
+  // are copied: what was just stored a tile register waits for.
+  template <bool WHOLE>
+  PA_NOINLINE RowAsks copied_scores(const char *const *rows, int64_t offset, int count, int lane, float *to,
+                                    RowAsks asks) {
+    constexpr int image = 16 * 32, slice = KEY_STEP / 16 * 2 * image;  // of 16 keys, 32 elements; of all
+    // Four keys from the `first` on, elements from `d` on.
+    auto copy = [&](int first, int d) __attribute__((always_inline)) {
+      uint16_t *at = keys + d / 64 % 2 * slice + first / 16 * 2 * image + first % 16 * 32;
+      const int64_t from = offset + d * (int64_t)sizeof(T);
+      PA_UNROLLED
+      for (int i = 0; i < 4; i++, at += 32) {
+        Halves x = {};
+        if (WHOLE || first + i < count) x = halves((const T *)(rows[first + i] + from), WHOLE ? 64 : layer.head_size - d);
+        _mm512_storeu_si512(at, x.part[0]);
+        _mm512_storeu_si512(at + image, x.part[1]);
+      }
+      asks();
+    };
+    const uint32_t *from = query_at(lane);
+    const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
+    for (int i = 0; i < KEY_STEP; i += 4) copy(i, 0);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < is.k; d += 32, from += 16 * is.rows) {
+      const uint16_t *at = keys + d / 64 % 2 * slice + d / 32 % 2 * image;
+      const int next = d / 64 * 64 + 64, first = d / 32 % 2 * (KEY_STEP / 2);
+      auto beside = [&](int i) __attribute__((always_inline)) {
+        asks();
+        if (next >= is.k) return;
+        copy(first + 8 * i, next);
+        copy(first + 8 * i + 4, next);
+      };
+      _tile_loadd(6, from, row);
+      _tile_loadd(4, at, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      beside(0);
+      _tile_loadd(5, at + 2 * image, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      beside(1);
+      _tile_loadd(4, at + 4 * image, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      beside(2);
+      _tile_loadd(5, at + 6 * image, 64);
+      _tile_dpbf16ps(3, 5, 6);
+      beside(3);
+    }
+    _tile_stored(0, to + lane, ld);
+    _tile_stored(1, to + 16 * is.lanes + lane, ld);
+    _tile_stored(2, to + 32 * is.lanes + lane, ld);
+    _tile_stored(3, to + 48 * is.lanes + lane, ld);
+    return asks;
+  }
+
   template <class Asks>
   Asks score_tile(const Walk &walk, Asks asks) {
     const int count = walk.tile.count;
     for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
+      bool even = true;
+      for (int i = 0; i < KEY_STEP / 16; i++) even &= strides[t / 16 + i] != 0;
       for (int h = 0; h < is.heads; h++) {
         const int64_t offset = walk.key_offset + h * walk.source.key_head;
+        if constexpr (std::is_same_v<Asks, RowAsks>) {
+          if (!even) {
+            const bool whole = t + KEY_STEP <= count && layer.head_size % 64 == 0;
+            const auto score = whole ? &Tile::copied_scores<true> : &Tile::copied_scores<false>;
+            asks = (this->*score)(walk.keys + t, offset, count - t, lane_of(h, 0), to, asks);
+            continue;
+          }
+        }
         KeyRows rows[KEY_STEP / 16];
         for (int i = 0; i < KEY_STEP / 16; i++) {
-          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset, asks);
+          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
         }
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
@@ -483,8 +562,14 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 template <class T>
 static void tile_item(Run *run, const Item &item, Turn *turn) {
   Arena arena = turn->scratch;
-  Tile<T> tile(run, item, arena);
+  Run own = *run;  // whose partial results a joined item keeps
+  Item piece = item;
+  Tile<T> tile(&own, piece, arena);
   Walk walk(run, item, turn, arena, TILE_KEYS);
+  if (item.joined) {
+    own.parts = arena.take<float>(item.joined * run->plan->part_floats);
+    piece.part = 0;
+  }
   walk.touches = tile.is.units > 1;
   tile.take_queries();
   // A single query token sees every key that its item was given.
@@ -496,12 +581,18 @@ static void tile_item(Run *run, const Item &item, Turn *turn) {
     } else {
       tile.attend(walk, masked, RowAsks(walk.ahead)).all();
     }
+    if (walk.tile.ends_piece()) {
+      tile.put_outputs();
+      piece.part++;
+      if (piece.part < item.joined) tile.start_over();
+    }
   }
   _tile_release();
   if (!walk.fine) {
     __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
     return;
   }
+  if (item.joined) return merge_parts(&own, item, {0, item.joined}, tile.row);
   tile.put_outputs();
   end_item(run, item, tile.row);
 }
