@@ -41,63 +41,7 @@ struct KeyRows {
   int64_t stride;
 };
 
-// The next tile's lines in proportion to the cycles of several products.
-struct ByCycles {
-  Ahead *ahead;
-  PA_ALWAYS void operator()() {}
-  PA_ALWAYS void products(int cycles) { (*ahead)(cycles); }
-};
-
-// The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside each product, each pair of values
-// and each pair of weights of a single unit. More lines at once than the core has buffers for stop all that follows.
-struct RowAsks {
-  const Ahead *of;
-  const char *const *row, *const *end;  // the addresses of what is left of a head's keys, or values
-  int64_t offset;
-  int bytes, byte = 0, head = 0;        // of a row; the next one of it
-  bool value = false;
-
-  explicit RowAsks(Ahead &ahead)
-      : of(&ahead), row(ahead.keys), end(ahead.keys + ahead.tokens), offset(ahead.key_offset),
-        bytes(ahead.key_bytes) {
-    ahead.at = ahead.end;
-  }
-  PA_ALWAYS void operator()() {
-    if (row == end) return;
-    const char *at = *row + offset + byte;
-    byte += 256;
-    if (byte > bytes) return rest(at);
-    PA_UNROLLED
-    for (int i = 0; i < 256; i += 64) prefetch_l2(at + i);
-    if (byte == bytes) turn();
-  }
-  PA_ALWAYS void products(int) {}
-  PA_NOINLINE void all() {
-    while (row != end) (*this)();
-  }
-
- private:
-  PA_ALWAYS void turn() {
-    byte = 0;
-    if (++row == end) go_on();
-  }
-  // What a row has beyond whole 256 bytes.
-  PA_ALWAYS void rest(const char *at) {
-    for (int left = bytes - byte + 256; left > 0; left -= 64, at += 64) prefetch_l2(at);
-    turn();
-  }
-  PA_NOINLINE void go_on() {
-    if (++head == of->heads) {
-      if (value || !of->value_bytes) return;
-      value = true;
-      head = 0;
-    }
-    row = value ? of->values : of->keys;
-    end = row + of->tokens;
-    offset = value ? of->value_offset + head * of->value_head : of->key_offset + head * of->key_head;
-    bytes = value ? of->value_bytes : of->key_bytes;
-  }
-};
+#include "tile_asks.h"
 
 template <class T>
 struct Tile {  // an item's scratch, and what stays the same over its tiles
@@ -110,6 +54,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   uint32_t *q, *pairs, *turned;
   uint16_t *keys, *values;
   float *o, *s, *alpha, *row;
+  int64_t value_head;  // from a head's values to the next one's, in bytes
   int64_t strides[TILE_KEYS / 16];  // between a tile's rows of 16 keys; 0: not even
 
   Tile(Run *run, const Item &item, Arena &arena)
@@ -126,6 +71,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     keys = arena.take<uint16_t>((int64_t)KEY_STEP * pa_max(is.k + 32, 128));
     values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
+    value_head = run->t.value_head * stored_bytes(layer);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
     __builtin_memset(q, 0, 4 * units * is.query_words());
@@ -265,6 +211,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
   // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
+  // Asks for rows that are paired a few rows later; behind the last row come the next elements, or the next head's.
   template <class Asks>
   PA_ALWAYS void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
                              int64_t panel, Asks &asks) {
@@ -277,7 +224,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       to += 32;
     };
     auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
+    const int64_t now = offset + d * (int64_t)sizeof(T);
+    const int64_t then = d + VALUE_STEP < layer.v_head_size ? now + VALUE_STEP * (int64_t)sizeof(T) : offset + value_head;
     for (int i = 0; i < 32; i += 2) {
+      for (int j = i + Asks::NEAR; Asks::NEAR > 0 && j < i + Asks::NEAR + 2; j++) {
+        const bool more = t + j < count;
+        ask_near(rows[more ? t + j : pa_min(t + j - count, count - 1)] + (more ? now : then));
+      }
       if (i % 8 == 0) asks.products(4 * VALUE_COST);
       asks();
       if (t + 32 <= count && size >= VALUE_STEP) {
@@ -287,6 +240,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
              t + i + 1 < count ? halves(at(i + 1), size) : Halves{});
       }
     }
+  }
+
+  static void ask_near(const char *values) {
+    for (int i = 0; i < VALUE_STEP * (int)sizeof(T); i += 64) prefetch(values + i);
   }
 
   // All keys' values, for several units.
@@ -534,6 +491,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   Asks attend(const Walk &walk, bool masked, Asks asks) {
     configure(false);
     asks = score_tile(walk, asks);
+    for (int t = 0; t < pa_min(Asks::NEAR, walk.tile.count); t++) ask_near(walk.values[t] + walk.value_offset);
     const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
                                              walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
     if (changed) rescale();
