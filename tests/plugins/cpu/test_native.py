@@ -222,6 +222,22 @@ def test_threads_and_neighbours_change_no_bit(isa, shape):
 
 
 @needs_library
+@pytest.mark.parametrize(
+    "features", [{}, {"sliding_window": 2300, "sink_tokens": 70, "alibi": True}]
+)
+@pytest.mark.parametrize("stored", ["bfloat16/auto", "bfloat16/fp8_e4m3"])
+def test_pieces_that_one_thread_attends_to_change_no_bit(isa, stored, features):
+    """By amx a step of many long sequences has an item for each; one alone has an item for each piece."""
+    lens = [1024, 1152, 1153, 2176, 2200, 2560, 1100, 4500]
+    step = Step(make_spec("fifteen rows", stored, **features), [1] * 8, lens)
+    step.check()
+    out, lse = step.run(threads=1)
+    for seq in range(8):
+        alone, alone_lse = step.run(only=seq)
+        assert torch.equal(out[seq : seq + 1], alone) and torch.equal(lse[seq : seq + 1], alone_lse)
+
+
+@needs_library
 def test_given_keys_of_other_lengths(isa):
     spec = make_spec(causal=False, role="cross", cached=False)
     random = torch.Generator().manual_seed(1)

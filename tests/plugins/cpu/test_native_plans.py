@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,21 @@ def test_a_block_of_rows_begins_with_its_first_row_s_keys(
     """A window of 5 shows each row one key that the next one doesn't see."""
     for queries in (99, 101, 120, 128, 129, 300):
         Step(spec(heads, **mask), [queries, 2], [queries + 70, 60]).check()
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "cuts"),
+    [(12, 2052, [1024]), (12, 1152, []), (12, 1153, [1024]), (8, 577, [512]), (8, 1088, [512])],
+)
+def test_what_is_left_of_a_sequence_joins_its_last_piece(
+    heads: int, keys: int, cuts: list[int]
+) -> None:
+    """Up to an eighth of a piece, which has 1,024 keys, or 512 of few rows."""
+    plan = attention.StepPlan(attention.layer_bytes(spec(heads)), [0, 1], [keys], 16)
+    _, items, _ = plan.listed()
+    spans = sorted((int(item[9]), int(item[10])) for item in items)
+    assert spans == list(pairwise([0, *cuts, keys]))
+    Step(spec(heads), [1], [keys]).check()
 
 
 @pytest.mark.parametrize("blocks", range(1, 13))

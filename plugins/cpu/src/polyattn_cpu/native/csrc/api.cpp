@@ -64,12 +64,13 @@ Item item_of(const pa_plan *plan, int32_t seq, int32_t token0, int32_t tokens) {
 
 // Adds an item once per piece of its keys; `split` bounds a piece, 0 doesn't.
 bool add_pieces(pa_plan *plan, Items &items, Item item, int32_t split) {
-  int32_t total = item.to, pieces = split ? (total + split - 1) / split : 1;
+  int32_t total = item.to, pieces = split ? pa_pieces(total, split) : 1;
   int64_t rows = (int64_t)item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
   for (int32_t i = 0; i < (pieces > 1 ? pieces : 1); i++) {
     if (pieces > 1) {
       item.from = i * split;
-      item.to = pa_min(total, item.from + split);
+      item.to = i == pieces - 1 ? total : item.from + split;
+      item.piece_keys = split;
       item.part = plan->num_parts++;
       item.group = plan->num_groups;
     }
@@ -85,6 +86,46 @@ bool add_pieces(pa_plan *plan, Items &items, Item item, int32_t split) {
     plan->groups[plan->num_groups++] = {plan->num_parts - pieces, pieces};
   }
   return true;
+}
+
+// Neighbouring pieces of a sequence become one item, which keeps their partial results to itself, as long as the
+// threads have enough items: which pieces go together changes no bit.
+void join_pieces(pa_plan *plan, Items &items) {
+  int64_t left = 0;
+  for (int32_t i = 0; i < items.count; i++) left += items.all[i].cost;
+  int32_t kept = 0;
+  plan->num_parts = plan->num_groups = 0;
+  for (int32_t i = 0, pieces; i < items.count; i += pieces) {
+    Item item = items.all[i];
+    pieces = item.part < 0 ? 1 : plan->groups[item.group].parts;
+    if (pieces == 1) {
+      items.all[kept++] = item;
+      continue;
+    }
+    int64_t cost = 0;
+    for (int32_t j = 0; j < pieces; j++) cost += items.all[i + j].cost;
+    const int32_t rows = item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
+    const int64_t bytes = (pieces * plan->part_floats * 4 + 63) / 64 * 64;
+    if (left - cost >= plan->num_threads * cost && bytes <= KEPT_BYTES && plan->kernels->joins(&plan->layer, rows)) {
+      left -= cost;
+      plan->kept_bytes = bytes > plan->kept_bytes ? bytes : plan->kept_bytes;
+      item.to = items.all[i + pieces - 1].to;
+      item.part = -1;
+      item.joined = pieces;
+      item.cost = cost;
+      items.all[kept++] = item;
+      continue;
+    }
+    plan->groups[plan->num_groups] = {plan->num_parts, pieces};
+    for (int32_t j = 0; j < pieces; j++) {
+      item = items.all[i + j];
+      item.part = plan->num_parts++;
+      item.group = plan->num_groups;
+      items.all[kept++] = item;
+    }
+    plan->num_groups++;
+  }
+  items.count = kept;
 }
 
 int dearer_first(const void *a, const void *b) {
@@ -146,6 +187,7 @@ bool fill(pa_plan *plan) {
   for (int32_t i = 0; i < plan->num_seqs && fine; i++) {
     fine = plan_sequence(plan, items, i, head_parts);
   }
+  if (fine) join_pieces(plan, items);
   for (int32_t i = 0; i < items.count; i++) rows = pa_max(rows, items.all[i].tokens * ratio);
   plan->items = items.all;
   plan->num_items = items.count;
@@ -320,7 +362,7 @@ int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   for (int32_t i = 0; i < plan->num_items; i++) cost += plan->items[i].cost;
   int64_t useful = 1 + cost * (plan->layer.head_size + plan->layer.v_head_size) / 1000000;
   int32_t threads = useful < plan->num_threads ? (int32_t)useful : plan->num_threads;
-  bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes, run_one, &run);
+  bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes + plan->kept_bytes, run_one, &run);
   if (buffer) pa_give_buffer(buffer);
   if (!fine) {
     fail("there is no memory for %lld bytes of scratch; let other work end first", (long long)plan->scratch_bytes);

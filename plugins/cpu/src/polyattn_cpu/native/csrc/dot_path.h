@@ -19,7 +19,7 @@ constexpr int FEWER_ROWS = PART_ROWS;
 #else
 constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
 #endif
-constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
+constexpr int DOT_KEYS = 2 * SPLIT_KEYS + SPLIT_KEYS / 4;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int LANE_KEYS = 8;             // keys that are multiplied at a time where rows are lanes
 #if defined(__AVX2__)

@@ -20,6 +20,7 @@ struct Item {
   Range kept, near;
   int32_t from, to;
   int32_t part;   // index of its partial result, or -1: it sees all its keys and writes the output
+  int32_t joined, piece_keys;  // so many pieces of so many keys, the last of what is left; 0: it is one
   int32_t group;  // the parts that are merged together
   int64_t cost;
 };
@@ -39,7 +40,8 @@ struct pa_plan {
   Group *groups;
   int32_t num_items, num_groups, num_parts;
   int64_t part_floats;     // of one partial result
-  int64_t scratch_bytes;   // of one thread
+  int64_t scratch_bytes;   // of one thread, without what joined items keep
+  int64_t kept_bytes;      // the partial results of a joined item
   bool far;                // decode asks for lines into the second cache
 };
 
@@ -91,6 +93,7 @@ struct KernelTable {
   const char *name;
   int32_t matrix_rows;                         // rows of one item of the matrix path
   int32_t (*dot_rows)(const pa_layer *layer);  // up to so many rows per KV head: the decode path
+  bool (*joins)(const pa_layer *layer, int32_t rows);  // whether items of so many rows per KV head have several pieces
   int64_t (*scratch_bytes)(const pa_layer *layer, int32_t max_heads, int32_t max_rows);
   void (*run_item)(Run *run, Turn *turn);
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);
@@ -125,7 +128,13 @@ static inline int64_t pa_scan_pieces(const pa_scan *scan) {
 
 // Keys of one item of the decode path at most; longer ranges are split, and the parts merged.
 // The borders depend on the sequence alone, so neither threads nor neighbours change a bit.
-enum { SPLIT_KEYS = 512 };
+enum { SPLIT_KEYS = 512, KEPT_BYTES = 1 << 18 };
+
+// Into how many pieces so many keys are cut; the last one has up to an eighth more.
+static inline int32_t pa_pieces(int32_t keys, int32_t split) {
+  const int32_t pieces = (keys - split / 8 + split - 1) / split;
+  return pieces > 1 ? pieces : 1;
+}
 
 int32_t pa_isa_supported(const char *name);
 

@@ -77,6 +77,11 @@ struct Tiles {
   int32_t at, tile;
   int32_t first_key, count;  // of the current piece
   bool aligned = false;
+  int last_border() const { return (item->joined - 1) * item->piece_keys; }
+  // Whether the current piece of keys ends a piece of a joined item.
+  bool ends_piece() const {
+    return item->joined && (at == item->to || (at <= last_border() && at % item->piece_keys == 0));
+  }
   bool next() {
     if (at >= item->to) return false;
     int kept = item->kept.hi - item->kept.lo;
@@ -88,6 +93,7 @@ struct Tiles {
       first_key = item->near.lo + at - kept;
     }
     if (aligned) end = pa_min(end, at + tile - first_key % tile);
+    if (at < last_border()) end = pa_min(end, at - at % item->piece_keys + item->piece_keys);
     count = end - at;
     at = end;
     return true;
@@ -182,9 +188,8 @@ PA_INLINE Part part_at(const Run *run, int part, int rows) {
 
 // The parts of one group into its output, in the order of their keys: the same bits whoever comes
 // last.
-PA_ONCE void merge_parts(const Run *run, const Item &item, float *o) {
+PA_ONCE void merge_parts(const Run *run, const Item &item, const Group &group, float *o) {
   const pa_layer &layer = run->plan->layer;
-  const Group &group = run->plan->groups[item.group];
   int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
   int rows = item.heads * per_head, size = layer.v_head_size;
   for (int row = 0; row < rows; row++) {
@@ -226,9 +231,9 @@ PA_ONCE void leave(const Run *run, const Item &item, int head, int row, float *o
 // The last part of a group to finish merges all of it.
 PA_ONCE void end_item(Run *run, const Item &item, float *o) {
   if (item.part < 0) return;
-  int parts = run->plan->groups[item.group].parts;
-  if (__atomic_add_fetch(&run->done[item.group], 1, __ATOMIC_ACQ_REL) == parts) {
-    merge_parts(run, item, o);
+  const Group &group = run->plan->groups[item.group];
+  if (__atomic_add_fetch(&run->done[item.group], 1, __ATOMIC_ACQ_REL) == group.parts) {
+    merge_parts(run, item, group, o);
   }
 }
 

@@ -136,6 +136,23 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
+#if defined(__AMX_BF16__)
+// Few rows waste a tile register, and are worth it where each element costs more to make.
+bool wastes_tiles(const pa_layer &layer, int32_t rows) {
+  const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
+  return !dear && rows <= 4;
+}
+#endif
+
+// Whether items of so many rows per KV head may have several pieces of keys.
+bool joins([[maybe_unused]] const pa_layer *layer, [[maybe_unused]] int32_t rows) {
+#if defined(__AMX_BF16__)
+  return multiplies_bf16(*layer) && !layer->key_format && rows <= TILE_ROWS && !wastes_tiles(*layer, rows);
+#else
+  return false;
+#endif
+}
+
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
 bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
 #if defined(__AMX_BF16__)
@@ -144,9 +161,7 @@ bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Ite
   if (layer.key_format) return !layer.invariant && rows_per_head(layer, item) <= dot_rows(&layer);
 #endif
 #if defined(__AMX_BF16__)
-  // Few rows waste a tile register, and are worth it where each element costs more to make.
-  const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
-  return !dear && rows_per_head(layer, item) <= 4;
+  return wastes_tiles(layer, rows_per_head(layer, item));
 #elif defined(PA_PAIR_DOTS)
   return false;
 #else
@@ -191,6 +206,7 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
 }
 
 int32_t dot_rows(const pa_layer *layer) { return layer->invariant ? 0 : DOT_ROWS; }
+bool joins(const pa_layer *, int32_t) { return false; }
 
 // Whether int8 is multiplied as integers: by what has 16 bits, and by several rows, which share the work on weights.
 template <class T>
@@ -231,7 +247,7 @@ void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(p
 
 extern "C" {
 extern const KernelTable PA_TABLE;
-const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     scratch_bytes,
+const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     joins, scratch_bytes,
                               run_item, store,       scan_scratch, scan_item,
                               index_scratch, index_item};
 }

@@ -31,7 +31,7 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   TileLayout is(layer, heads, per_head);
   int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
-                  (int64_t)(KEY_STEP * (is.k + 32) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
+                  (int64_t)(KEY_STEP * pa_max(is.k + 32, 128) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
   return words * 4 + Walk::scratch(layer, TILE_KEYS) + 16 * 64;
 }
 
@@ -41,57 +41,7 @@ struct KeyRows {
   int64_t stride;
 };
 
-// The next tile's lines in proportion to the cycles of several products.
-struct ByCycles {
-  Ahead *ahead;
-  PA_ALWAYS void operator()() {}
-  PA_ALWAYS void products(int cycles) { (*ahead)(cycles); }
-};
-
-// The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside each product, each pair of values
-// and each pair of weights of a single unit. More lines at once than the core has buffers for stop all that follows.
-struct RowAsks {
-  const Ahead *of;
-  const char *const *row, *const *end;  // the addresses of what is left of a head's keys, or values
-  int64_t offset;
-  int bytes, byte = 0, head = 0;        // of a row; the next one of it
-  bool value = false;
-
-  explicit RowAsks(Ahead &ahead)
-      : of(&ahead), row(ahead.keys), end(ahead.keys + ahead.tokens), offset(ahead.key_offset),
-        bytes(ahead.key_bytes) {
-    ahead.at = ahead.end;
-  }
-  PA_ALWAYS void operator()() {
-    if (row == end) return;
-    const char *at = *row + offset + byte;
-    PA_UNROLLED
-    for (int i = 0; i < 256; i += 64) {
-      if (byte + i < bytes) prefetch_l2(at + i);
-    }
-    byte += 256;
-    if (byte < bytes) return;
-    byte = 0;
-    if (++row == end) go_on();
-  }
-  PA_ALWAYS void products(int) {}
-  PA_NOINLINE void all() {
-    while (row != end) (*this)();
-  }
-
- private:
-  PA_NOINLINE void go_on() {
-    if (++head == of->heads) {
-      if (value || !of->value_bytes) return;
-      value = true;
-      head = 0;
-    }
-    row = value ? of->values : of->keys;
-    end = row + of->tokens;
-    offset = value ? of->value_offset + head * of->value_head : of->key_offset + head * of->key_head;
-    bytes = value ? of->value_bytes : of->key_bytes;
-  }
-};
+#include "tile_asks.h"
 
 template <class T>
 struct Tile {  // an item's scratch, and what stays the same over its tiles
@@ -104,6 +54,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   uint32_t *q, *pairs, *turned;
   uint16_t *keys, *values;
   float *o, *s, *alpha, *row;
+  int64_t value_head;  // from a head's values to the next one's, in bytes
   int64_t strides[TILE_KEYS / 16];  // between a tile's rows of 16 keys; 0: not even
 
   Tile(Run *run, const Item &item, Arena &arena)
@@ -117,14 +68,24 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     turned = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     alpha = arena.take<float>(is.lanes);
-    keys = arena.take<uint16_t>((int64_t)KEY_STEP * (is.k + 32));
+    keys = arena.take<uint16_t>((int64_t)KEY_STEP * pa_max(is.k + 32, 128));
     values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
+    value_head = run->t.value_head * stored_bytes(layer);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
     __builtin_memset(q, 0, 4 * units * is.query_words());
     __builtin_memset(o, 0, 4 * units * is.output_floats());
     __builtin_memset(s, 0, 4L * TILE_KEYS * is.lanes);
+  }
+
+  // Forgets all but the queries.
+  void start_over() {
+    for (int i = 0; i < is.lanes; i++) {
+      lanes.m[i] = LOWEST;
+      lanes.l[i] = 0;
+    }
+    __builtin_memset(o, 0, 4L * is.heads * is.units * is.output_floats());
   }
 
   int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
@@ -191,15 +152,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  template <class Asks>
-  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset, Asks &asks) {
+  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
     if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
     const int64_t ld = is.k + 32;  // of an odd number of cache lines
     uint16_t *to = keys + t % KEY_STEP * ld;
     for (int i = 0; i < 16; i++) {
       const bool there = t + i < count;
       const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
-      asks();
       for (int d = 0; d < is.k; d += 64) {
         Halves x = {};
         if (there) x = halves(from + d, layer.head_size - d);
@@ -252,6 +211,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
   // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
+  // Asks for rows that are paired a few rows later; behind the last row come the next elements, or the next head's.
   template <class Asks>
   PA_ALWAYS void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
                              int64_t panel, Asks &asks) {
@@ -264,7 +224,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       to += 32;
     };
     auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
+    const int64_t now = offset + d * (int64_t)sizeof(T);
+    const int64_t then = d + VALUE_STEP < layer.v_head_size ? now + VALUE_STEP * (int64_t)sizeof(T) : offset + value_head;
     for (int i = 0; i < 32; i += 2) {
+      for (int j = i + Asks::NEAR; Asks::NEAR > 0 && j < i + Asks::NEAR + 2; j++) {
+        const bool more = t + j < count;
+        ask_near(rows[more ? t + j : pa_min(t + j - count, count - 1)] + (more ? now : then));
+      }
       if (i % 8 == 0) asks.products(4 * VALUE_COST);
       asks();
       if (t + 32 <= count && size >= VALUE_STEP) {
@@ -274,6 +240,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
              t + i + 1 < count ? halves(at(i + 1), size) : Halves{});
       }
     }
+  }
+
+  static void ask_near(const char *values) {
+    for (int i = 0; i < VALUE_STEP * (int)sizeof(T); i += 64) prefetch(values + i);
   }
 
   // All keys' values, for several units.
@@ -393,16 +363,82 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
                    is.heads * is.v / VALUE_STEP * 16 * VALUE_COST);
   }
 
+  // Scores of 64 keys that don't lie evenly with one unit's rows. While 64 elements of them are multiplied, the next
+  // are copied: what was just stored a tile register waits for.
+  template <bool WHOLE>
+  PA_NOINLINE RowAsks copied_scores(const char *const *rows, int64_t offset, int count, int lane, float *to,
+                                    RowAsks asks) {
+    constexpr int image = 16 * 32, slice = KEY_STEP / 16 * 2 * image;  // of 16 keys, 32 elements; of all
+    // Four keys from the `first` on, elements from `d` on.
+    auto copy = [&](int first, int d) __attribute__((always_inline)) {
+      uint16_t *at = keys + d / 64 % 2 * slice + first / 16 * 2 * image + first % 16 * 32;
+      const int64_t from = offset + d * (int64_t)sizeof(T);
+      PA_UNROLLED
+      for (int i = 0; i < 4; i++, at += 32) {
+        Halves x = {};
+        if (WHOLE || first + i < count) x = halves((const T *)(rows[first + i] + from), WHOLE ? 64 : layer.head_size - d);
+        _mm512_storeu_si512(at, x.part[0]);
+        _mm512_storeu_si512(at + image, x.part[1]);
+      }
+      asks();
+    };
+    const uint32_t *from = query_at(lane);
+    const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
+    for (int i = 0; i < KEY_STEP; i += 4) copy(i, 0);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < is.k; d += 32, from += 16 * is.rows) {
+      const uint16_t *at = keys + d / 64 % 2 * slice + d / 32 % 2 * image;
+      const int next = d / 64 * 64 + 64, first = d / 32 % 2 * (KEY_STEP / 2);
+      auto beside = [&](int i) __attribute__((always_inline)) {
+        asks();
+        if (next >= is.k) return;
+        copy(first + 8 * i, next);
+        copy(first + 8 * i + 4, next);
+      };
+      _tile_loadd(6, from, row);
+      _tile_loadd(4, at, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      beside(0);
+      _tile_loadd(5, at + 2 * image, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      beside(1);
+      _tile_loadd(4, at + 4 * image, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      beside(2);
+      _tile_loadd(5, at + 6 * image, 64);
+      _tile_dpbf16ps(3, 5, 6);
+      beside(3);
+    }
+    _tile_stored(0, to + lane, ld);
+    _tile_stored(1, to + 16 * is.lanes + lane, ld);
+    _tile_stored(2, to + 32 * is.lanes + lane, ld);
+    _tile_stored(3, to + 48 * is.lanes + lane, ld);
+    return asks;
+  }
+
   template <class Asks>
   Asks score_tile(const Walk &walk, Asks asks) {
     const int count = walk.tile.count;
     for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
+      bool even = true;
+      for (int i = 0; i < KEY_STEP / 16; i++) even &= strides[t / 16 + i] != 0;
       for (int h = 0; h < is.heads; h++) {
         const int64_t offset = walk.key_offset + h * walk.source.key_head;
+        if constexpr (std::is_same_v<Asks, RowAsks>) {
+          if (!even) {
+            const bool whole = t + KEY_STEP <= count && layer.head_size % 64 == 0;
+            const auto score = whole ? &Tile::copied_scores<true> : &Tile::copied_scores<false>;
+            asks = (this->*score)(walk.keys + t, offset, count - t, lane_of(h, 0), to, asks);
+            continue;
+          }
+        }
         KeyRows rows[KEY_STEP / 16];
         for (int i = 0; i < KEY_STEP / 16; i++) {
-          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset, asks);
+          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
         }
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
@@ -455,6 +491,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   Asks attend(const Walk &walk, bool masked, Asks asks) {
     configure(false);
     asks = score_tile(walk, asks);
+    for (int t = 0; t < pa_min(Asks::NEAR, walk.tile.count); t++) ask_near(walk.values[t] + walk.value_offset);
     const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
                                              walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
     if (changed) rescale();
@@ -483,8 +520,14 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 template <class T>
 static void tile_item(Run *run, const Item &item, Turn *turn) {
   Arena arena = turn->scratch;
-  Tile<T> tile(run, item, arena);
+  Run own = *run;  // whose partial results a joined item keeps
+  Item piece = item;
+  Tile<T> tile(&own, piece, arena);
   Walk walk(run, item, turn, arena, TILE_KEYS);
+  if (item.joined) {
+    own.parts = arena.take<float>(item.joined * run->plan->part_floats);
+    piece.part = 0;
+  }
   walk.touches = tile.is.units > 1;
   tile.take_queries();
   // A single query token sees every key that its item was given.
@@ -496,12 +539,18 @@ static void tile_item(Run *run, const Item &item, Turn *turn) {
     } else {
       tile.attend(walk, masked, RowAsks(walk.ahead)).all();
     }
+    if (walk.tile.ends_piece()) {
+      tile.put_outputs();
+      piece.part++;
+      if (piece.part < item.joined) tile.start_over();
+    }
   }
   _tile_release();
   if (!walk.fine) {
     __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
     return;
   }
+  if (item.joined) return merge_parts(&own, item, {0, item.joined}, tile.row);
   tile.put_outputs();
   end_item(run, item, tile.row);
 }
