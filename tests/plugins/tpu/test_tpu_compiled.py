@@ -43,11 +43,14 @@ def model_specs() -> dict[str, LayerSpec]:
 
 
 def repeated(layers: dict[str, LayerSpec]) -> set[str]:
-    """The names of layers that differ from another in their number of heads alone, and have fewer."""
+    """The names of layers that differ from another in their number of heads alone, and have fewer.
+
+    Where keys are given, the kernel knows no roles.
+    """
     largest: dict[Any, tuple[int, str]] = {}
     for name, spec in layers.items():
         sizes = (spec.head_size, spec.v_head_size, spec.recurrent)
-        alike = (spec.kind, spec.role, *sizes, spec.features)
+        alike = (spec.kind, spec.cached and spec.role, *sizes, spec.features)
         largest[alike] = max(largest.get(alike, (0, "")), (spec.num_heads, name))
     return layers.keys() - {name for _, name in largest.values()}
 

@@ -33,21 +33,29 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
 }
 
+SMALL = ENVIRONMENT | {"PALLAS_BUCKETS": "tokens=2048,seqs=32,pages=2048"}
+"""For short steps: the interpreter computes each place of a bucket."""
 
-def conforms_through(door: str, backend: str, chosen: str, least: int) -> None:
+
+def conforms_through(
+    door: str, backend: str, chosen: str, least: int, environment: dict[str, str] = ENVIRONMENT
+) -> None:
     """Assert that the kit, or the cases that `chosen` names, passes through a door."""
     plugin, device = DOORS[door]
-    conforms(backend, least, "-p", plugin, "-k", chosen, device=device, **ENVIRONMENT)
+    conforms(backend, least, "-p", plugin, "-k", chosen, device=device, **environment)
 
 
 @slow
 @pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 @pytest.mark.parametrize(
-    ("backend", "chosen", "least"), [("XLA_SCAN", FEW_RECURRENT, 9), ("PALLAS_ATTN", FEW, 5)]
+    ("backend", "chosen", "least", "environment"),
+    [("XLA_SCAN", FEW_RECURRENT, 9, ENVIRONMENT), ("PALLAS_ATTN", FEW, 5, SMALL)],
 )
-def test_views_and_plans_conform_through_torchax(backend: str, chosen: str, least: int) -> None:
+def test_views_and_plans_conform_through_torchax(
+    backend: str, chosen: str, least: int, environment: dict[str, str]
+) -> None:
     """JAX's functions have no views, and their plans are values: `test_jax_door.py` has their numbers."""
-    conforms_through("torchax", backend, chosen, least)
+    conforms_through("torchax", backend, chosen, least, environment)
 
 
 @sweep

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it
 pytest.importorskip("jax")
 
 import polyattn_tpu as pt
-from plugins.tpu.test_tpu_kit import ENVIRONMENT
+from plugins.tpu.test_tpu_kit import ENVIRONMENT, SMALL
 from polyattn_tpu.kernel import floor_divide, visible
 
 slow = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_step_without_keys_is_zeros(lens: tuple[list[int], list[int]]) -> None
     ],
 )
 def test_every_mask_in_the_interpreter(cases: str, step: int) -> None:
-    run("masks.py", cases, str(step))
+    run("masks.py", cases, str(step), environment=SMALL)
 
 
 @slow
@@ -73,6 +73,6 @@ def test_full_tiles_and_kept_tokens_far_behind() -> None:
     run("edges.py")
 
 
-def run(script: str, *words: str) -> None:
-    found = python(Path(__file__).with_name(script), *words, seconds=7000, **ENVIRONMENT)
+def run(script: str, *words: str, environment: dict[str, str] = ENVIRONMENT) -> None:
+    found = python(Path(__file__).with_name(script), *words, seconds=7000, **environment)
     assert found.returncode == 0, found.stderr[-3000:]

@@ -12,8 +12,11 @@ CASE = 1000
 """Random batches of one case."""
 
 
-def derive(info: BackendInfo, device: Device) -> list[Case]:
-    """Return every case that `info`'s capabilities give on `device`."""
+def derive(info: BackendInfo, device: Device, whole: bool = True) -> list[Case]:
+    """Return every case that `info`'s capabilities give on `device`.
+
+    `whole=False`: of attention, the cases of `attention.ONE_LAYER` alone.
+    """
     caps = info.capabilities
     if "index" in caps.phases:
         return index.derive(info, device)
@@ -23,7 +26,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         return recurrent.derive(info, device)
     if any(kind.is_latent for kind in caps.kinds):
         return mla.derive(info, device)
-    return attention.derive(info, device)
+    return attention.derive(info, device, whole)
 
 
 def batch_cases(cases: list[Case], count: int) -> list[Case]:

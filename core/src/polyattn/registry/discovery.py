@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -36,7 +37,8 @@ from polyattn.settings import Settings, current_settings
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
-_registered: dict[str, Any] = {}
+_registered: dict[str, tuple[int, Any]] = {}
+"""By name: at which generation a plugin was registered, and the plugin."""
 _generation = _changes = 0
 _cache: dict[Any, Registry] = {}
 
@@ -69,8 +71,8 @@ def register(plugin: Any, name: str | None = None) -> None:
         raise PluginError(problem)
     if name in _registered:
         raise PluginError(f"a plugin named {name!r} is registered already; unregister it first")
-    _registered[name] = plugin
     _generation += 1
+    _registered[name] = _generation, plugin
 
 
 def unregister(plugin: Any) -> None:
@@ -91,7 +93,7 @@ def unregister(plugin: Any) -> None:
     global _generation
     name = plugin
     if not isinstance(plugin, str):
-        name = next((n for n, p in _registered.items() if p is plugin), shown(plugin))
+        name = next((n for n, (_, p) in _registered.items() if p is plugin), shown(plugin))
     if _registered.pop(name, None) is None:
         raise PluginError(f"no plugin named {name!r} was registered{nearest(name, _registered)}")
     _generation += 1
@@ -102,6 +104,7 @@ def refresh() -> None:
     global _generation
     _generation += 1
     _cache.clear()
+    _entry_points.cache_clear()
     forget_probes()
     importlib.invalidate_caches()
 
@@ -142,7 +145,8 @@ def discover(settings: Settings | None = None) -> Registry:
     settings = current_settings() if settings is None else settings
     if not isinstance(settings, Settings):
         raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
-    key = (settings.plugins, settings.disabled_plugins, tuple(sys.path), _generation)
+    by_hand = tuple((name, at) for name, (at, _) in _registered.items())
+    key = (settings.plugins, settings.disabled_plugins, tuple(sys.path), by_hand)
     if key not in _cache:
         _cache[key] = _build(settings)
     return _cache[key]
@@ -157,7 +161,7 @@ class _Found:
 
 
 def _build(settings: Settings) -> Registry:
-    sources = [*_entry_points(), *_by_hand()]
+    sources = [*_entry_points(tuple(sys.path)), *_by_hand()]
     _check_names(settings, [f.record.name for f in sources])
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
@@ -187,7 +191,13 @@ def _build(settings: Settings) -> Registry:
     return _assemble((core, *records), manager)
 
 
-def _entry_points() -> Iterator[_Found]:
+@lru_cache(maxsize=8)
+def _entry_points(path: tuple[str, ...]) -> tuple[_Found, ...]:
+    """Read the metadata of `sys.path`, which takes most of a discovery's time, once until `refresh`."""
+    return tuple(_read_entry_points())
+
+
+def _read_entry_points() -> Iterator[_Found]:
     """Read metadata only. A distribution that can't be read is a broken plugin, not an end."""
     seen: set[str] = set()
     for dist in distributions():
@@ -224,7 +234,7 @@ def _name_in(said: metadata.PackageMetadata) -> str:
 
 
 def _by_hand() -> Iterator[_Found]:
-    for name, plugin in _registered.items():
+    for name, (_, plugin) in _registered.items():
         record = PluginRecord(name, BY_HAND, "", shown(plugin))
         yield _Found(record, lambda plugin=plugin: plugin)  # type: ignore[misc]
 

@@ -81,8 +81,12 @@ def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     return fields
 
 
-def derive(info: BackendInfo, device: Device) -> list[Case]:
-    """Return every case that `info`'s capabilities give on `device`."""
+ONE_LAYER = frozenset({"numeric", "context", "layout", "packed"})
+"""The checks that prove one claim. The others look at what every backend must do."""
+
+
+def derive(info: BackendInfo, device: Device, whole: bool = True) -> list[Case]:
+    """Return every case that `info`'s capabilities give on `device`, or those of `ONE_LAYER` alone."""
     caps = info.capabilities
     bases = [
         base_spec(caps, role, cached)
@@ -94,17 +98,21 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     cases: list[Case] = []
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
-        cases += published.derive(caps, base, device)
+        cases += published.derive(caps, base, device) if whole else ()
         if base is not bases[0] and base.role is Role.DECODER and not caps.mixes_tails:
             cases.append(Case("isolation", "nan", base, "more keys"))
-        cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
+        if whole:
+            cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases += forests.derive(caps, base, device)
             cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
             cases += _rows(caps, base, _batches_for(caps, base))
-    can = [c for c in cases if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    asked = cases if whole else [c for c in cases if c.check in ONE_LAYER]
+    can = [c for c in asked if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    if not whole:
+        return can
     if True in caps.cached and "decode" in caps.phases:
         can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
