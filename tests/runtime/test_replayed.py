@@ -76,13 +76,20 @@ def test_a_replay_refuses_what_eager_steps_refuse(
         graph.replay(batch, inputs)
 
 
-def test_a_replayed_recurrence_needs_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_recurrence_needs_its_slots_and_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     conv = RecurrentSpec(conv_width=4)
     spec = LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv)
     inputs = {"x": torch.zeros(2, 8)}
     graph = captured(monkeypatch, Recurrent(spec, weight=torch.ones(8, 4)), inputs)
     with pytest.raises(BatchError, match="has no state_slots"):
         graph.replay(of(None), inputs)
+    graph.buffers = StepBuffers(1, 2, 48, None, "cpu", state_targets=True)
+    slots, targets = torch.tensor([0]), torch.tensor([[1]])  # one for two tokens
+    step = Batch([0, 2], [9], state_slots=slots, state_targets=targets)
+    with pytest.raises(BatchError, match="state_targets has room for 1 tokens"):
+        graph.replay(step, inputs)
 
 
 @pytest.mark.parametrize("positions", [None, torch.tensor([7, 3])])

@@ -62,6 +62,8 @@ class Planner(StepPlanner):
                 f"{self.spec} keeps a state; the batch has no state_slots: pass "
                 f"Batch(state_slots=...)"
             )
+        if batch.state_targets is not None and batch.state_targets.dim() == 2:
+            check_room(batch)
 
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
@@ -134,7 +136,6 @@ class Planner(StepPlanner):
             return copy, *self._by_phase(inner, {})
         self._refuse_two_rooms()
         if self.takes_drafts:
-            check_room(batch)
             return (self._call("decode", Part(batch, None), before.get("decode")),)
         steps = ((copy, self._call("decode", part, None)) for copy, part in token_by_token(batch))
         return chain.from_iterable(steps)

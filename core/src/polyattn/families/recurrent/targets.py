@@ -44,7 +44,6 @@ def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
 
 def token_by_token(batch: Batch) -> Iterator[tuple[StateCopy, Part]]:
     """Yield for each token its copies and the decode of the sequences that have one."""
-    check_room(batch)
     slots, targets = batch.state_slots, batch.state_targets
     assert slots is not None and targets is not None
     for token in range(batch.max_query_len):
