@@ -278,8 +278,8 @@ class Visit:
         torch's matrix product, and those that the bar takes. Before each call 512 MiB are read, so that
         none finds in a cache what the one before it read.
 
-        In ms: `host`, a call whose kernel does nothing; `empty`, one of an empty native function; `team`,
-        a few lines read by each thread; `hot`, a call whose blocks are all the same one.
+        `floor`: the share of rows and `host` alone. In ms: `host`, a call whose kernel does nothing;
+        `empty`, an empty native function; `team`, some lines read by each thread; `hot`, one block alone.
         """
         memory = self.torch.ones(FAR)
         for name, (spec, layout) in SPARSE.items():
@@ -299,8 +299,7 @@ class Visit:
     ) -> None:
         torch, part, (calls, step, cache) = self.torch, spec.sparse, self._choosing(spec, layout)
         assert part is not None
-        seqs = step.batch.num_seqs
-        runs, size = self._runs(step, cache)
+        seqs, (runs, size) = step.batch.num_seqs, self._runs(step, cache)
         bounds = self.limits()
         multiply, flops = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
         ratio = spec.num_heads // spec.num_kv_heads
@@ -316,9 +315,9 @@ class Visit:
         best = least(turns, self.seconds, clock)
         of_read = memory.nbytes / min(took for key, took in best.items() if key.startswith("read"))
 
-        def share(way: str) -> float:
+        def share(way: str, more: float = 0.0) -> float:
             took = min((best[key] for key in calls if key.startswith(way)), default=float("nan"))
-            return len(runs) * size / took / of_read
+            return len(runs) * size / (took + more) / of_read
 
         width = spec.head_size + spec.v_head_size
         done = 2 * seqs * spec.num_heads * part.most * width
@@ -326,6 +325,7 @@ class Visit:
         self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
                  rows_of_read=share("rows"), products_of_read=share("products"),
+                 floor=share("rows", best["host"]),
                  **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
 
     def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
