@@ -19,6 +19,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""XLA compiles interpreted kernels with these in two thirds of the time.
+
+`libtpu` ends a process whose `XLA_FLAGS` has the first, so no process that compiles for TPUs has it.
+"""
+
 
 def python(
     *words: str | Path, seconds: float = 300, cwd: str | Path = "", **variables: str
@@ -29,11 +35,14 @@ def python(
     read of this process' environment.
     """
     first, *rest = map(str, words)
+    environ = {**os.environ, **variables}
+    if "PALLAS_INTERPRET" in environ:
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}"
     server, cwd = _server(), str(Path(cwd).resolve())
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         asked = {
-            "cwd": cwd, "environ": {**os.environ, **variables}, "words": [first, *rest],
+            "cwd": cwd, "environ": environ, "words": [first, *rest],
             "here": cwd if first in ("-m", "-c") else str(Path(first).parent),
             "files": [str(Path(folder) / name) for name in ("out", "err")],
         }  # fmt: skip
