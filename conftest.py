@@ -14,11 +14,8 @@ from hypothesis import settings
 # the others' in a loop, take three times the processor time. Tests that are about threads name theirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Most of the time of Pallas' interpreter, and of small programs of JAX, is that of XLA's compiler.
-# Its newer emitters of fusions cost half as much again as the older ones.
 os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 # A run draws what the last one drew: a change alone turns a test red.
 # `--hypothesis-profile=default` draws anew.

@@ -1,7 +1,7 @@
 """How does a test run Python in a process of its own? By a fork of one that has torch and pytest.
 
-Importing torch takes two seconds of a processor, pytest a quarter of one, and tests start more than a
-hundred such processes.
+Importing torch takes two seconds of a processor, pytest a quarter of one, Hypothesis an eighth, and
+tests start more than a hundred such processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""XLA compiles interpreted kernels with these in two thirds of the time.
+
+`libtpu` ends a process whose `XLA_FLAGS` has the first, so no process that compiles for TPUs has it.
+"""
+
 
 def python(
     *words: str | Path, seconds: float = 300, cwd: str | Path = "", **variables: str
@@ -29,11 +35,14 @@ def python(
     read of this process' environment.
     """
     first, *rest = map(str, words)
+    environ = {**os.environ, **variables}
+    if "PALLAS_INTERPRET" in environ:
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}"
     server, cwd = _server(), str(Path(cwd).resolve())
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         asked = {
-            "cwd": cwd, "environ": {**os.environ, **variables}, "words": [first, *rest],
+            "cwd": cwd, "environ": environ, "words": [first, *rest],
             "here": cwd if first in ("-m", "-c") else str(Path(first).parent),
             "files": [str(Path(folder) / name) for name in ("out", "err")],
         }  # fmt: skip
@@ -64,10 +73,12 @@ def _server() -> subprocess.Popen[bytes]:
 
 def _serve() -> None:
     """Fork for each line that asks, and write the child's number and exit code."""
+    import hypothesis.strategies
     import pytest
     import torch
 
-    assert pytest.__version__ and torch.__version__ and "polyattn" not in sys.modules
+    assert hypothesis.strategies and pytest.__version__ and torch.__version__
+    assert "polyattn" not in sys.modules
     gc.freeze()  # children's collections needn't look at these modules' objects
     for line in sys.stdin:
         pid = os.fork()

@@ -13,9 +13,25 @@ from polyattn import LayerSpec, select
 from polyattn.errors import SettingsError
 from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.registry import catalogue, names
-from polyattn.registry.discovery import discover, register, unregister
+from polyattn.registry.discovery import discover, refresh, register, unregister
 
 LLAMA = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
+
+
+def test_a_registry_is_found_again_as_long_as_nothing_new_is_registered() -> None:
+    """Whose hooks answer otherwise the next time is asked again, and installed plugins by `refresh`."""
+    mine = ModuleType("mine_for_a_while")
+    before = discover()
+    register(mine)
+    during = discover()
+    assert during is not before and during is discover()
+    unregister(mine)
+    assert discover() is before
+    register(mine)
+    assert discover() is not during
+    unregister(mine)
+    refresh()
+    assert discover() is not before
 
 
 @pytest.mark.parametrize(
