@@ -55,6 +55,11 @@ def test_a_step_s_mask_is_refused(spec: LayerSpec) -> None:
         LayerGroup(spec).plan(batch)
 
 
+def test_key_starts_beside_a_cache_are_refused() -> None:
+    with pytest.raises(BatchError, match="key_starts are for keys that are passed whole"):
+        LayerGroup(LayerSpec(**SPARSE)).plan(Batch([0, 3], [33], TABLE, key_starts=[7]))
+
+
 def test_a_length_shorter_than_its_query_is_refused() -> None:
     with pytest.raises(BatchError, match=r"seq_lens\[0\]=20 is shorter than its query of 33"):
         LayerGroup(LayerSpec(**SPARSE)).plan(Batch([0, 33], [20], TABLE))

@@ -306,6 +306,11 @@ class LayerGroup:
                 "first_positions are for keys that are passed whole; a cache's first key has "
                 "position 0, so leave them out"
             )
+        if self.spec.cached and "key_starts" in vars(batch) and not batch.keys_packed:
+            raise BatchError(
+                "key_starts are for keys that are passed whole; the block table says where cached ones "
+                "are, so leave them out"
+            )
         if batch.mask is not None or self.spec.mask is not None:
             check_step_mask(self.spec, batch)
         self.planner.check(batch)
