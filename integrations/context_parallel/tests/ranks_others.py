@@ -13,6 +13,7 @@ import torch.distributed as dist
 from polyattn import (
     Attention,
     Batch,
+    CustomMask,
     LatentAttention,
     LayerGroup,
     LayerSpec,
@@ -246,6 +247,9 @@ def refused(rank: int, size: int, asked: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, (spec, options) in asked.items():
         found[name] = said(lambda: ContextGroup(LayerGroup(spec), context, **options))[0]  # noqa: B023
+    shared, table = ContextGroup(LayerGroup(SPEC), context), torch.zeros(1, 1, dtype=torch.int32)
+    masked = Batch([0, 1], [5], table, mask=CustomMask.tree([[-1]]))
+    found["a step's mask"] = said(lambda: shared.plan(masked))[0]
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ranks_others as others
 import torch
-from polyattn import LayerSpec
+from polyattn import LayerSpec, SparseSpec
 from polyattn_context_parallel.merging import _Buffers
 from polyattn_context_parallel.shards import Blocks, Zigzag
 from ranks_others import run_all
@@ -107,6 +107,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a name": (GQA, {"keys": "block"}, "did you mean 'blocks'?"),
     "heads": (GQA | {"num_heads": 3, "num_kv_heads": 3}, {"merge": "all_to_all"}, "num_heads=3"),
     "encoder": (GQA | {"cached": False}, {}, "only a decoder's causal layer over a cache"),
+    "dense context": (GQA | {"dense_context": True, "sliding_window": 8}, {}, "use keys='heads'"),
+    "sparse": (
+        {"kind": "sparse", "num_heads": 8, "head_size": 32, "sparse": SparseSpec(budget=4)}, {},
+        "its tokens choose among keys of the whole sequence",
+    ),
 }  # fmt: skip
 
 
@@ -204,6 +209,7 @@ def test_what_is_refused_says_why() -> None:
         assert isinstance(rank, dict), rank
         for name, (_, _, words) in REFUSED.items():
             assert words in rank["refused"][name], (name, rank["refused"])
+        assert "mask: a step over several ranks" in rank["refused"]["a step's mask"]
 
 
 def test_each_key_and_each_token_is_one_rank_s() -> None:

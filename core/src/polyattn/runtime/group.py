@@ -28,6 +28,7 @@ from polyattn.runtime.builds import Builds
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
+from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
@@ -305,6 +306,13 @@ class LayerGroup:
                 "first_positions are for keys that are passed whole; a cache's first key has "
                 "position 0, so leave them out"
             )
+        if self.spec.cached and "key_starts" in vars(batch) and not batch.keys_packed:
+            raise BatchError(
+                "key_starts are for keys that are passed whole; the block table says where cached ones "
+                "are, so leave them out"
+            )
+        if batch.mask is not None or self.spec.mask is not None:
+            check_step_mask(self.spec, batch)
         self.planner.check(batch)
 
     def finish_builds(self) -> None:

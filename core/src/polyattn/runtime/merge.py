@@ -91,11 +91,14 @@ def _check(states: list[AttentionState]) -> None:
         name = f"states[{index}]"
         check_is_tensor(f"{name}.output", state.output)
         check_is_tensor(f"{name}.lse", state.lse)
-        shape = states[0].output.shape
-        if state.output.shape != shape:
-            raise bad_input(f"{name}.output", state.output, tuple(shape))
-        if state.lse.shape != shape[:-1]:
-            raise bad_input(f"{name}.lse", state.lse, tuple(shape[:-1]))
+        first = states[0]
+        wide = torch.float64 if first.lse.dtype is torch.float64 else torch.float32
+        for part, tensor, shape, dtype in (
+            ("output", state.output, first.output.shape, first.output.dtype),
+            ("lse", state.lse, first.output.shape[:-1], wide),
+        ):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise bad_input(f"{name}.{part}", tensor, tuple(shape), dtype)
 
 
 class MergeBuffers:

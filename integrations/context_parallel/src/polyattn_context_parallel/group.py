@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, TypeVar, cast, get_args
 
 import torch
-from polyattn import AttentionKind, Batch, KVCache, LayerGroup, Role, StepPlan
+from polyattn import Batch, KVCache, LayerGroup, Role, StepPlan
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.host import Op, by_phase
 from torch import Tensor
@@ -108,7 +108,11 @@ class ContextGroup:
         whole = "use prefill='all_gather'"
         refusals = {
             "it has no keys to shard by sequence; run it whole on every rank":
-                spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
+                spec.kind.is_recurrent,
+            "its tokens choose among keys of the whole sequence; run it whole on every rank":
+                spec.sparse is not None,
+            "dense_context: a piece of a prompt sees other keys than the whole one; use keys='heads'":
+                not by_heads and spec.dense_context,
             "only a decoder's causal layer over a cache can be sharded":
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
@@ -214,6 +218,8 @@ class ContextGroup:
     def _check_batch(self, batch: Batch, queries: str) -> None:
         if queries not in get_args(Queries):
             raise BatchError(f"queries={queries!r} is unknown{nearest(queries, get_args(Queries))}")
+        if batch.mask is not None:
+            raise BatchError("mask: a step over several ranks can't bring one; leave it out")
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
             raise BatchError(
                 "placed keys with queries='own' are Star Attention's first phase; "

@@ -25,7 +25,6 @@ from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
-from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import (
     bad_input,
@@ -361,8 +360,6 @@ class Planner(StepPlanner):
         return not self.chooser.without_padding_rows
 
     def check(self, batch: Batch) -> None:
-        if batch.mask is not None or self.spec.mask is not None:
-            check_step_mask(self.spec, batch)
         if self.group.cache_format is not None:
             if self.spec.causal:
                 batch.check_queries(self.chooser.without_padding_rows)

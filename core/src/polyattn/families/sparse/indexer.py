@@ -174,12 +174,8 @@ class Indexer:
         dtype = torch.float8_e4m3fn if narrow else self._dtype
         check_tensors(self.group.torch_device, query=(query, shape, dtype))
         self._check_cache("keys", keys)
-        longest = batch.max_seq_len // spec.tokens_per_entry
-        if longest > batch.block_table.shape[1] * keys.shape[1]:
-            raise BatchError(
-                f"block_table has {batch.block_table.shape[1]} blocks of {keys.shape[1]}; the longest "
-                f"sequence has {longest} entries"
-            )
+        batch.check_queries()
+        batch.check_pages(keys.shape[1], spec.tokens_per_entry)
         if (weights is not None) != (spec.fold == "weighted"):
             raise BatchError(
                 f"weights {'are missing' if weights is None else 'were given'}: fold={spec.fold!r}"

@@ -235,6 +235,7 @@ class Planner(StepPlanner):
         spec, assigned = self.group.spec, self.group.cache_format
         assert assigned is not None and spec.sparse is not None
         per_entry = spec.sparse.tokens_per_entry
+        batch.check_queries()
         if per_entry == 1 or not spec.sparse.physical:
             batch.check_pages(assigned.block_size, per_entry)
         if per_entry > 1 and batch.slot_mapping is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.errors import SpecError
+from polyattn.errors import BatchError, SpecError, shown
 from polyattn.families.sparse.layer import SparseAttention
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.cache.kv_cache import KVCache
@@ -99,6 +99,7 @@ class UnionAttention:
 
         Raises:
             BatchError, CacheError: as each layer's `forward`; earlier streams' keys are stored then.
+            BatchError: the streams' batches have other tokens; nothing has changed.
             SpecError: there are more streams than layers, or fewer.
 
         """
@@ -106,6 +107,13 @@ class UnionAttention:
             raise SpecError(
                 f"{len(streams)} streams were given; there are {len(self.layers)} layers"
             )
+        batches = [s.plan.batch if isinstance(s.plan, StepPlan) else s.plan for s in streams]
+        for index, batch in enumerate(batches):
+            if isinstance(batch, Batch) and batch.starts != batches[0].starts:
+                raise BatchError(
+                    f"streams[{index}] has query tokens at {shown(batch.starts)}, streams[0] at "
+                    f"{shown(batches[0].starts)}; all streams are of the same tokens of each sequence"
+                )
         total: Tensor | None = None
         total_lse: Tensor | None = None
         for layer, stream in zip(self.layers, streams, strict=True):

@@ -17,7 +17,7 @@ from polyattn.registry.variants import variant_named, variant_of
 from polyattn.runtime.functions import variants as core_variants
 from polyattn.runtime.inputs import as_tensor
 from polyattn.runtime.parameters import Weight
-from polyattn.spec.kinds import Role
+from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
@@ -249,9 +249,11 @@ def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
     """
     kind = None if batch.mask is None else batch.mask.kind
     if spec.mask is None and kind is not None and spec.role is not Role.CROSS:
+        plain = spec.kind is AttentionKind.ATTENTION
+        remedy = f"select for spec.replace(mask={kind!r}), or " if plain else ""
         raise BatchError(
             f"the step brings a mask of kind {kind!r}, and the layer has mask=None and would show every "
-            f"key: select for spec.replace(mask={kind!r}), or plan a batch without it"
+            f"key: {remedy}plan a batch without it"
         )
     if spec.mask is not None and kind != spec.mask:
         wanted = {"custom": "CustomMask", "block_sparse": "BlockSparseMask"}[spec.mask]
