@@ -73,39 +73,73 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(FROM, SMEM, token0, rows, start, HEADS: gl.constexpr, ROWS: gl.constexpr):
+def _piece(
+    FROM, token0, rows, first, COLUMN: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr
+):
+    """Load some columns of eight rows of queries."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+    Q, q_t, q_h = FROM
+    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    at = places(token0, row, q_t, q_h, HEADS)[:, None] + (COLUMN + column)[None, :]
+    return gl.load(Q + at, mask=(row < rows)[:, None] & (column >= 0)[None, :], other=0.0)
+
+
+@gluon.jit
+def _operands(piece, power):
+    """Return what a piece's numbers are of the two operands, over its rows' powers of two."""
+    less = gl.convert_layout(1.0 / power, gl.SliceLayout(1, piece.type.layout))
+    q = (piece.to(gl.float32) * less[:, None]).to(gl.float16)
+    WIDTH: gl.constexpr = q.shape[1] // 2
+    one, other = gl.split(q.reshape((8, WIDTH // 2, 2, 2)).permute((0, 1, 3, 2)))
+    return one.reshape((8, WIDTH)), other.reshape((8, WIDTH))
+
+
+@gluon.jit
+def _load_queries(FROM, SMEM, ready, n, token0, rows, start, HEADS: gl.constexpr):
     """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
 
-    These keep queries inside of float16's range.
+    These keep queries inside of float16's range. With 17 heads and more the first latents are copied
+    once the first queries are there (`ready`), which is 2 % faster.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0])
-    Q, q_t, q_h = FROM
-    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    at = places(token0, row, q_t, q_h, HEADS)
+    ROWS: gl.constexpr = SMEM[0].shape[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    GROUPS: gl.constexpr = ROWS // 8
+    q_smem = SMEM[0]._reinterpret(gl.float16, [ROWS, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
+    q_turned = SMEM[3]._reinterpret(
+        gl.float16, [2 * GROUPS, 8, 32], gl.NVMMASharedLayout(64, 16, 2)
+    )
+    powers = SMEM[5]._reinterpret(gl.float32, [4 * GROUPS, 8], LINE)
     pieces = ()
-    most = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
-    for i in gl.static_range(10):
-        column = gl.arange(0, 64 if i < 8 else 32, layout=gl.SliceLayout(0, LAYOUT))
-        offs = i // 2 * 128 + i % 2 * 2 + column // 2 * 4 + column % 2
-        piece = gl.load(
-            Q + at[:, None] + offs[None, :],
-            mask=(row < rows)[:, None] & (offs >= 0)[None, :],
-            other=0.0,
-        )
-        most = gl.maximum(most, gl.max(gl.abs(piece.to(gl.float32)), 1))
-        pieces = longer(pieces, piece)
-    power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    power = gl.where(
-        power == 0.0, 1.0, gl.minimum(power, 2.0**126)
-    )  # whose inverse is no subnormal
-    less = 1.0 / power
-    for i in gl.static_range(10):
-        q = (pieces[i].to(gl.float32) * less[:, None]).to(gl.float16)
-        if i < 8:
-            SMEM[0].index(i).store(q)
-        else:
-            SMEM[3].index(i - 8).store(q)
-    return power
+    for group in gl.static_range(GROUPS):
+        for i in gl.static_range(4):
+            piece = _piece(FROM, token0, rows, start + 8 * group, 128 * i, 128, HEADS)
+            pieces = longer(pieces, piece)
+        pieces = longer(pieces, _piece(FROM, token0, rows, start + 8 * group, 512, 64, HEADS))
+    if ROWS == 32 and n == 0:
+        barrier()
+        mbarrier.arrive(ready.index(0))
+    for group in gl.static_range(GROUPS):
+        most = gl.zeros([8], gl.float32, ROW)
+        for i in gl.static_range(5):
+            high = gl.max(gl.abs(pieces[5 * group + i].to(gl.float32)), 1)
+            most = gl.maximum(most, gl.convert_layout(high, ROW))
+        power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        power = gl.where(
+            power == 0.0, 1.0, gl.minimum(power, 2.0**126)
+        )  # whose inverse is no subnormal
+        for i in gl.static_range(5):
+            one, other = _operands(pieces[5 * group + i], power)
+            if i < 4:
+                q_smem.index(2 * i * GROUPS + group).store(one)
+                q_smem.index((2 * i + 1) * GROUPS + group).store(other)
+            else:
+                q_turned.index(group).store(one)
+                q_turned.index(GROUPS + group).store(other)
+        powers.index(group).store(power)
+    barrier()
+    return powers._reinterpret(gl.float32, [4, ROWS], LINE).index(0)
 
 
 @gluon.jit
@@ -159,7 +193,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     k_smem, turned_smem = SMEM[1], SMEM[2]
     q_smem, q_turned = SMEM[0], SMEM[3]
     p_smem, warps_smem = SMEM[4], SMEM[5]
-    full, empty = BARRIERS
+    full, empty, ready = BARRIERS
     WORK, tiles = STEP[2], STEP[3]
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
@@ -172,8 +206,8 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         cut, place = part_of(WORK, low, high, 0)
         mine = start
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        power = _load_queries(FROM, SMEM, token0, query_len * HEADS, mine, HEADS, ROWS)
-        by = gl.convert_layout(power, HEAD) * TO[7]
+        powers = _load_queries(FROM, SMEM, ready, n, token0, query_len * HEADS, mine, HEADS)
+        by = powers.load(HEAD) * TO[7]
         by = gl.where(by < LEAST, LEAST, by)
         fence_async_shared()
         barrier()
@@ -294,13 +328,28 @@ def latent_bytes_kernel(
     )
     COLUMNS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     warps_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], COLUMNS)
-    BARRIERS = turns(STAGES, 2)
+    full, empty = turns(STAGES, 2)
+    ready, _none = turns(1)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem)
     PIPE: gl.constexpr = (ROWS, STAGES, 1, 1)
-    consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
-    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
+    consuming = (FROM, TO, STEP, SMEM, (full, empty, ready), FORM)
+    producing = (
+        WIDE,
+        NARROW,
+        BT,
+        k_b,
+        table_s,
+        STEP,
+        SMEM,
+        (full, empty),
+        HEADS,
+        BLOCK_SIZE,
+        FEW,
+        PIPE,
+        ready,
+    )
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])
