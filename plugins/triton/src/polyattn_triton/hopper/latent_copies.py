@@ -54,11 +54,12 @@ def keys_of(
 def produce(
     WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, PIPE: gl.constexpr,
+    program=None,
 ):  # fmt: skip
     """Copy the items' tiles part by part, as the parts become free: the rotated part first.
 
     `PIPE`: rows of a tile of queries, stages, how many others there are, and turns of a stage: each
-    part's own, or one.
+    part's own, or one. `program`: as `items.begin`'s.
     """
     HEIGHT: gl.constexpr = PIPE[0]
     STAGES: gl.constexpr = PIPE[1]
@@ -69,7 +70,7 @@ def produce(
     WORK, tiles = STEP[2], STEP[3]
     k_smem, turned_smem = SMEM[1], SMEM[2]
     full, empty = BARRIERS
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True, program)
     n = 0
     while at < stop:
         _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = keys_of(
