@@ -15,7 +15,17 @@ import numpy as np
 from polyattn import LayerSpec
 from polyattn_triton.hopper import items as hopper_items
 from polyattn_triton.kernels import parts, tiles
-from polyattn_triton.schedule import Line, Rates, Tiles, key_tiles, max_parts, rows_of, stretches
+from polyattn_triton.mla import ROLES_RATES
+from polyattn_triton.schedule import (
+    Line,
+    Rates,
+    Tiles,
+    in_lanes,
+    key_tiles,
+    max_parts,
+    rows_of,
+    stretches,
+)
 
 FUNCTIONS = [getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds", "part_of")]
 JOB_AT = hopper_items.job_at.fn
@@ -208,3 +218,29 @@ def test_some_steps_are_cut_and_others_not(monkeypatch: pytest.MonkeyPatch) -> N
     """So that the test above proves something."""
     cut = {item["cut"] for seed in range(8) for item in drawn(seed, split=True).items(monkeypatch)}
     assert cut == {True, False}
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "lens", [[4096] * 64, [30000, 21000, 40000], [700, 90, 5000, 5000, 1, 64]], ids=str
+)
+def test_programs_of_the_same_keys_adjoin(
+    monkeypatch: pytest.MonkeyPatch, lanes: int, lens: list[int]
+) -> None:
+    """Each stretch has one program, and those that read a sequence's keys at a time come in a row."""
+    seq, row = rows_of(np.ones(len(lens), np.int64), lanes * 64, 64)
+    keys = -(-np.array(lens)[seq] // 64)
+    dealt, tiles_in_order = in_lanes(Tiles(seq, row, keys), 132, ROLES_RATES)
+    work = dealt.work(tiles_in_order)
+    columns = work[4 : 4 + 5 * 132].reshape(5, 132)
+    places = []
+    for program in range(132):
+        monkeypatch.setattr(hopper_items, "gl", language(program, 132))
+        places.append(int(hopper_items.side_by_side.fn(Pointer(work), lanes)))
+    assert sorted(places) == [*range(132)]
+    used = -(-dealt.total // dealt.share)
+    for first in range(0, used, lanes):
+        mine = np.array(places[first : first + lanes])
+        begins = mine * dealt.share - columns[1, mine]
+        assert len({*zip(columns[3, mine].tolist(), begins.tolist(), strict=True)}) == 1
+        assert columns[4, mine].tolist() == [64 * lane for lane in range(lanes)]

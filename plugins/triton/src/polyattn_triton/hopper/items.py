@@ -21,13 +21,26 @@ def job_at(WORK, at, tiles, at_once):
 
 
 @gluon.jit
-def begin(WORK, tiles, at_once, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+def side_by_side(WORK, lanes):
+    """Return which stretch this program has, so that programs of the same keys adjoin in the grid.
+
+    `schedule.in_lanes` has all stretches of a sequence's first tile on the line before those of the next.
+    """
+    program = gl.program_id(0)
+    each = gl.load(WORK + 1) // (gl.load(WORK) * lanes)
+    return gl.where(program < lanes * each, program % lanes * each + program // lanes, program)
+
+
+@gluon.jit
+def begin(WORK, tiles, at_once, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr, program=None):
     """A program's first item, and where its items end: (at, stop, low, high, tile, seq, start, head).
 
     `SPLIT`: of its stretch of the line of tiles, as `tiles.my_stretch` and `tiles.next_tile`: `low` and
     `high` are the tile's ends. Else tiles are dealt there and back, and `low` counts the rounds.
+    `program`: which stretch; without it the program's own number.
     """
-    program = gl.program_id(0)
+    if program is None:
+        program = gl.program_id(0)
     if SPLIT:
         programs = gl.num_programs(0)
         share = gl.load(WORK)
@@ -112,13 +125,14 @@ def bounds(
 
 
 @gluon.jit
-def part_of(WORK, low, high, head):
+def part_of(WORK, low, high, head, program=None):
     """Whether others have pieces of the tile [`low`, `high`), too, and where this part lies, in tiles.
 
     As `tiles.piece_of` numbers parts and `tiles.part_at` lays them out, for `merge_kernel`.
     """
+    if program is None:
+        program = gl.program_id(0)
     share = gl.load(WORK)
-    program = gl.program_id(0)
     first = low // share
     part = 2 * program + gl.where(first == program, 1, 0)
     return (high - 1) // share > first, head * 2 * gl.num_programs(0) + part

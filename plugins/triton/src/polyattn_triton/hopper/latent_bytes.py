@@ -350,6 +350,7 @@ def latent_bytes_kernel(
         BLOCK_SIZE,
         FEW,
         PIPE,
+        None,
         ready,
     )
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

@@ -54,12 +54,13 @@ def keys_of(
 def produce(
     WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, PIPE: gl.constexpr,
-    ready=None,
+    program=None, ready=None,
 ):  # fmt: skip
     """Copy the items' tiles part by part, as the parts become free: the rotated part first.
 
     `PIPE`: rows of a tile of queries, stages, how many others there are, and turns of a stage: each
-    part's own, or one. `ready`: what the first copies of tiles of 32 rows wait for.
+    part's own, or one. `program`: as `items.begin`'s. `ready`: what the first copies of tiles of 32 rows
+    wait for.
     """
     HEIGHT: gl.constexpr = PIPE[0]
     STAGES: gl.constexpr = PIPE[1]
@@ -70,7 +71,7 @@ def produce(
     WORK, tiles = STEP[2], STEP[3]
     k_smem, turned_smem = SMEM[1], SMEM[2]
     full, empty = BARRIERS
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True, program)
     n = 0
     while at < stop:
         _token0, _query_len, _seq_len, first, count, _full_low, _unmasked, limit = keys_of(

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from polyattn_triton.hopper.items import advance, begin, part_of
+from polyattn_triton.hopper.items import advance, begin, part_of, side_by_side
 from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.names import async_load, barrier
@@ -88,6 +88,14 @@ def store_half(
     """Store a group's half of the outputs, or of a part that is merged."""
     HEADS: gl.constexpr = FORM[0]
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # Four threads have 32 bytes of a row, a sector; as the product leaves it they have 16.
+    SECTORS: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, HALF],
+    )
     OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, by, v_scale = TO
     l = gl.convert_layout(l, ROW)
     m = gl.convert_layout(m * by, ROW)
@@ -125,6 +133,7 @@ def store_half(
             HALF,
             64,
             FORM[2] and GROUP == 0,
+            SECTORS,
         )
 
 
@@ -139,9 +148,9 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q_smem, k_smem, turned_smem, p_smem, row_smem = SMEM
     full, empty, p_full, q_turns = BARRIERS
-    WORK, tiles = STEP[2], STEP[3]
+    WORK, program = STEP[2], STEP[3]
     by = TO[7]
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, 0, 1, 1, True, program)
     n = 0
     item = 0
     _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
@@ -150,9 +159,9 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             STEP, at, stop, low, high, seq, start, HEADS, FEW, 64
         )
         unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
-        cut, place = part_of(WORK, low, high, 0)
+        cut, place = part_of(WORK, low, high, 0, program)
         my_start = start
-        at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
+        at, low, high, tile, seq, start, head = advance(WORK, 0, 1, low, high, tile, head, True)
         turned = _turned_query(FROM, token0, query_len, my_start, HEADS)
         bound = gl.full([64], 0, gl.int32, ROW) + limit
         if FEW == 1:
@@ -221,8 +230,8 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     q_smem, k_smem, _turned_smem, p_smem, row_smem = SMEM
     _full, empty, p_full, q_turns = BARRIERS
-    WORK, tiles = STEP[2], STEP[3]
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
+    WORK, program = STEP[2], STEP[3]
+    at, stop, low, high, tile, seq, start, head = begin(WORK, 0, 1, 1, True, program)
     n = 0
     item = 0
     _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
@@ -230,19 +239,17 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         token0, query_len, _seq_len, _first, count, _full_low, _unmasked, _limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, FORM[1], 64
         )
-        cut, place = part_of(WORK, low, high, 0)
+        cut, place = part_of(WORK, low, high, 0, program)
         my_start = start
-        at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
+        at, low, high, tile, seq, start, head = advance(WORK, 0, 1, low, high, tile, head, True)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
         mbarrier.arrive(q_turns.index(0))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
-        for i in range(count):
+        for _i in range(count):
             stage = n % 2
             mbarrier.wait(p_full.index(stage), (n // 2) & 1)
-            if i + 1 < count:  # the next scores come first
-                mbarrier.wait(empty.index(3 * ((n + 1) % 2) + TURNED), ((n + 1) // 2) & 1)
             acc = acc * row_smem.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(p_smem.index(stage), k_smem.index(2 * stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -281,7 +288,11 @@ def latents_kernel(
     row_smem = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full, empty = turns(6)
     p_full, q_turns = turns(2)
-    STEP = (SEQ_LENS, STARTS, WORK, tiles)
+    lanes = gl.cdiv(HEADS, 64)
+    if FEW:
+        lanes = gl.maximum(gl.cdiv((gl.load(STARTS + 1) - gl.load(STARTS)) * HEADS, 64), 1)
+    program = side_by_side(WORK, lanes)
+    STEP = (SEQ_LENS, STARTS, WORK, program)
     FORM: gl.constexpr = (HEADS, FEW, HAS_LSE)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
@@ -301,6 +312,7 @@ def latents_kernel(
         BLOCK_SIZE,
         FEW,
         PIPE,
+        program,
     )
     gl.warp_specialize(
         [(_score, consuming), (_follow, consuming), (produce, producing)], [4, 1], [232, 24]

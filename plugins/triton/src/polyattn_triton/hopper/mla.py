@@ -223,19 +223,25 @@ def _attend(
 def store_whole(
     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
     HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr, HAS_LSE: gl.constexpr,
+    STORED: gl.constexpr = None,
 ):  # fmt: skip
-    """Store the outputs and LSE of a tile that only this program computes."""
+    """Store the outputs and LSE of a tile that only this program computes.
+
+    `STORED`: the layout in which outputs are stored; without it they are as the product left them.
+    """
     OUTPUT: gl.constexpr = acc.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
     row = start + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, OUTPUT))
     row_ok = row < query_len * HEADS
-    offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
-    o_row = places(token0, row, o_t, o_h, HEADS)
-    out = acc * (v_scale / safe)[:, None]
+    out = (acc * (v_scale / safe)[:, None]).to(OUT.dtype.element_ty)
+    LAYOUT: gl.constexpr = OUTPUT if STORED is None else STORED
+    out = gl.convert_layout(out, LAYOUT)
+    o_row = start + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))
     gl.store(
-        OUT + o_row[:, None] + offs[None, :],
-        out.to(OUT.dtype.element_ty),
-        mask=row_ok[:, None] & (offs < RANK)[None, :],
+        OUT + places(token0, o_row, o_t, o_h, HEADS)[:, None] + offs[None, :],
+        out,
+        mask=(o_row < query_len * HEADS)[:, None] & (offs < RANK)[None, :],
     )
     if HAS_LSE:
         lse = gl.where(l == 0.0, float("-inf"), (m + gl.log2(safe)) * LN2)
