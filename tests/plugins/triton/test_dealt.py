@@ -54,7 +54,7 @@ def test_latents_are_shared_out_as_planned(
     for _ in range(60):
         q, n = drawn(source, 130, queries, 9)
         plan = backend.plan(batch_of(q, n))
-        counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"even": SMS})["even"]
+        counts = deal(spec, np.array(q), np.array(n), sys.maxsize)("even", SMS)
         span = counts.pairs * heads / SMS / 64**2
         few = backend.kernels.few_heads and queries == (1, 1)
         rates = FEW_HEADS_RATES if few else ROLES_RATES if plan.roles else RATES
@@ -85,7 +85,7 @@ def test_drafts_without_a_short_tile_are_cut_as_short_as_they_may_be(
     q, n = [3, 3], [481, 1224]
     plan = backend.plan(batch_of(q, n))
     assert int(plan.work[0]) == ROLES_RATES.item + ROLES_RATES.least
-    counts = deal(spec, np.array(q), np.array(n), sys.maxsize, {"even": SMS})["even"]
+    counts = deal(spec, np.array(q), np.array(n), sys.maxsize)("even", SMS)
     assert counts.pairs == int(plan.work[0]) * SMS * 64**2 // spec.num_heads
 
 
@@ -98,7 +98,7 @@ def planned(
     for _ in range(60):
         q, n = drawn(source, rows, queries, 8)
         plan = backend.plan(batch_of(q, n))
-        yield n, plan, deal(spec, np.array(q), np.array(n), sys.maxsize, {"whole": SMS})["whole"]
+        yield n, plan, deal(spec, np.array(q), np.array(n), sys.maxsize)("whole", SMS).exact()
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
