@@ -138,7 +138,7 @@ def deal(spec: LayerSpec, queries: Ints, lens: Ints, seen: int) -> Dealer:
     `seen`: keys that a token sees at most.
     """
     if spec.latent is not None:
-        return Latents(spec.num_heads, queries, lens, seen).deal
+        return Latents(spec.num_heads, queries, lens).deal
     rows = groupby(zip(queries.tolist(), lens.tolist(), strict=True))
     alike = [(*row, len([*same])) for row, same in rows if row[0]]
     step = Step(spec, alike, seen, int(queries.sum()), int(queries.max()))
@@ -151,8 +151,8 @@ class Latents:
     `group`: heads, which all have the same keys, since they are absorbed.
     """
 
-    def __init__(self, group: int, queries: Ints, lens: Ints, seen: int):
-        self.group, self.queries, self.lens, self.seen = group, queries, lens, seen
+    def __init__(self, group: int, queries: Ints, lens: Ints):
+        self.group, self.queries, self.lens = group, queries, lens
         self.tokens, self.longest = int(queries.sum()), int(queries.max())
         self._tiles: dict[tuple[int, bool], Tiles] = {}
 
@@ -165,7 +165,7 @@ class Latents:
         padded = name == "padded" and of_all < longest * rows
         if (high, padded) not in self._tiles:
             q = np.full_like(self.queries, longest) if padded else self.queries
-            self._tiles[high, padded] = _tiles(q, group, self.lens, self.seen, high)
+            self._tiles[high, padded] = _tiles(q, group, self.lens, high)
         tiles = self._tiles[high, padded]
         of_all = longest * rows if padded else of_all
         height, span = min(high, longest * group), 0.0
@@ -186,14 +186,11 @@ class Latents:
         return Counts(int(merged > 0), of_all, merged, pairs, pairs)
 
 
-def _tiles(queries: Ints, group: int, lens: Ints, seen: int, high: int) -> Tiles:
+def _tiles(queries: Ints, group: int, lens: Ints, high: int) -> Tiles:
     """Cut rows into tiles, each of which sees all keys."""
-    each, keys = (queries * group + high - 1) // high, lens
-    if seen < sys.maxsize:
-        keys = np.minimum(keys, seen + np.minimum(queries, high // group))
-    blocks = (keys + LATENTS - 1) // LATENTS
+    each, blocks = (queries * group + high - 1) // high, (lens + LATENTS - 1) // LATENTS
     most, longest = int(each.max()), int(blocks.max())
-    return Tiles(each, keys, blocks, most, longest, int(each.sum()), int(each @ blocks))
+    return Tiles(each, lens, blocks, most, longest, int(each.sum()), int(each @ blocks))
 
 
 def _padded(tiles: Tiles, processors: int) -> tuple[int, int]:
@@ -235,11 +232,8 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[flo
             pieces = int((-(-units[:cut] // share)).sum())
             return share / (1 + few), -(-longest // share), pieces * lanes
         share = min(int(end), share + -(-share // 16))
-    return (
-        first / (1 + few),
-        (longest - 3 + first) // first + 1,
-        _cuts(units.tolist(), first)[0] * lanes,
-    )
+    pieces, _ = _cuts(units.tolist(), first)
+    return first / (1 + few), (longest - 3 + first) // first + 1, pieces * lanes
 
 
 def _alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:
@@ -379,11 +373,9 @@ def _cut(step: Step, processors: int) -> Counts:
         if parts > 1:
             runs = [piece for blocks, n in runs for piece in _pieces_of(blocks, parts) * n]
         _add(work, alike * heads, runs)
-    span = _ended(work, processors, BEGIN)
-    parts = merging * -(-top // limit)
-    return step.counts(
-        span, processors * high * block, int(merging), PARTIAL * merging * partial, parts
-    )
+    ends, parts = _ended(work, processors, BEGIN), merging * -(-top // limit)
+    partial *= PARTIAL * merging
+    return step.counts(ends, processors * high * block, int(merging), partial, parts)
 
 
 def _pieces_of(blocks: int, parts: int) -> Runs:
@@ -436,15 +428,9 @@ def _packed(step: Step, processors: int) -> Counts:
         last = (pages - (parts - 1) * limit) * PAGE + PIECE, heads * (each if parts == 1 else 1)
         runs += [last] if parts == 1 else [(limit * PAGE + PIECE, (parts - 1) * heads), last] * each
         count, most, partial = count + each * parts, max(most, parts), partial + tokens * parts
-    merged, by_two = most > 1, 1 if count * heads <= processors else 2
-    area = processors * PACKED[high] * LATENTS * by_two
-    return step.counts(
-        _ended([(1, runs)], slots),
-        area,
-        int(merged),
-        SHORT_PARTIAL * merged * partial,
-        merged * most,
-    )
+    merged, on_one = most > 1, 1 if count * heads <= processors else 2
+    area, partial = processors * PACKED[high] * LATENTS * on_one, SHORT_PARTIAL * merged * partial
+    return step.counts(_ended([(1, runs)], slots), area, int(merged), partial, merged * most)
 
 
 def _whole(step: Step, processors: int) -> Counts:
