@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from operator import add, mul
 from typing import NamedTuple
@@ -140,8 +140,9 @@ def deal(spec: LayerSpec, queries: Ints, lens: Ints, seen: int) -> Dealer:
     if spec.latent is not None:
         return Latents(spec.num_heads, queries, lens).deal
     rows = groupby(zip(queries.tolist(), lens.tolist(), strict=True))
-    alike = [(*row, len([*same])) for row, same in rows if row[0]]
-    step = Step(spec, alike, seen, int(queries.sum()), int(queries.max()))
+    some = ((*row, len([*same])) for row, same in rows if row[0])
+    tokens, keys, alike = zip(*some, strict=True)
+    step = Step(spec, tokens, keys, alike, seen, int(queries.sum()), int(queries.max()))
     return lambda name, processors: HEADS[name](step, processors)
 
 
@@ -232,7 +233,9 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[flo
             pieces = int((-(-units[:cut] // share)).sum())
             return share / (1 + few), -(-longest // share), pieces * lanes
         share = min(int(end), share + -(-share // 16))
-    pieces, _ = _cuts(units.tolist(), first)
+    ends = units.cumsum()
+    cuts = (ends - 1) // first - (ends - units) // first
+    pieces = int(cuts.sum() + np.count_nonzero(cuts))
     return first / (1 + few), (longest - 3 + first) // first + 1, pieces * lanes
 
 
@@ -294,13 +297,15 @@ def _cut_up(share: Ints, parts: Ints, last: Ints) -> Ints:
 
 
 class Step(NamedTuple):
-    """Rows of a step over heads: (tokens, keys, how many such rows lie side by side).
+    """Rows of a step over heads: tokens and keys of each, and how many such rows lie side by side.
 
     `seen`: keys that a token sees before its own at most. `tokens`: of all rows. `most`: of one row.
     """
 
     spec: LayerSpec
-    rows: Sequence[tuple[int, int, int]]
+    queries: tuple[int, ...]
+    lens: tuple[int, ...]
+    alike: tuple[int, ...]
     seen: int
     tokens: int
     most: int
@@ -308,8 +313,9 @@ class Step(NamedTuple):
     def tiles(self, group: int, high: int, block: int) -> list[Runs]:
         """Return the blocks that each row's tiles of a KV head go through, the last tiles first."""
         if self.seen == sys.maxsize and self.most * group <= high:
-            return [[(-(-keys // block), 1)] for _, keys, _ in self.rows]
-        return [self._row(tokens, keys, group, high, block) for tokens, keys, _ in self.rows]
+            return [[(-(-keys // block), 1)] for keys in self.lens]
+        rows = zip(self.queries, self.lens, strict=True)
+        return [self._row(tokens, keys, group, high, block) for tokens, keys in rows]
 
     def _row(self, tokens: int, keys: int, group: int, high: int, block: int) -> Runs:
         last = tokens * group
@@ -357,25 +363,23 @@ def _cut(step: Step, processors: int) -> Counts:
     if spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
         high = LOW_TILE
     rows = step.tiles(group, high, block)
-    most, top = -(-step.most * group // high), max(runs[0][0] for runs in rows)
-    merging = most * heads < FULL * processors and top > UNCUT
-    total = partial = 0
+    tops = [runs[0][0] for runs in rows]
+    most, limit, partial = -(-step.most * group // high), max(tops), 0
+    times = [n * heads for n in step.alike]
+    merging = most * heads < FULL * processors and limit > UNCUT
     if merging:
-        total = sum(
-            -(-tokens * group // high) * runs[0][0] * alike
-            for (tokens, _, alike), runs in zip(step.rows, rows, strict=True)
-        )
-    limit = -(-total * heads * 11 // (10 * processors)) if merging else top
+        each = [-(-tokens * group // high) for tokens in step.queries]
+        limit = -(-sum(map(mul, map(mul, each, tops), times)) * 11 // (10 * processors))
+    parts = [-(-blocks // limit) for blocks in tops]
     work: Work = []
-    for (tokens, _, alike), runs in zip(step.rows, rows, strict=True):
-        parts = -(-runs[0][0] // limit)
-        partial += tokens * alike * parts
-        if parts > 1:
-            runs = [piece for blocks, n in runs for piece in _pieces_of(blocks, parts) * n]
-        _add(work, alike * heads, runs)
-    ends, parts = _ended(work, processors, BEGIN), merging * -(-top // limit)
-    partial *= PARTIAL * merging
-    return step.counts(ends, processors * high * block, int(merging), partial, parts)
+    for n, some, runs in zip(times, parts, rows, strict=True):
+        if some > 1:
+            runs = [piece for blocks, count in runs for piece in _pieces_of(blocks, some) * count]
+        _add(work, n, runs)
+    if merging:
+        partial = PARTIAL * sum(map(mul, map(mul, step.queries, step.alike), parts))
+    ends, longest = _ended(work, processors, BEGIN), merging * max(parts)
+    return step.counts(ends, processors * high * block, int(merging), partial, longest)
 
 
 def _pieces_of(blocks: int, parts: int) -> Runs:
@@ -390,9 +394,9 @@ def _apart(step: Step, processors: int) -> Counts:
     if step.most <= SHORT:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
-    rows = zip(step.rows, step.tiles(1, high, WIDE), strict=True)
-    rising = sorted(rows, key=lambda row: row[0][1])
-    runs = [run for (_, _, alike), runs in rising[::-1] for run in runs * alike]
+    rows = zip(step.lens, step.alike, step.tiles(1, high, WIDE), strict=True)
+    rising = sorted(rows, key=lambda row: row[0])
+    runs = [run for _, n, runs in rising[::-1] for run in runs * n]
     work: Work = []
     _add(work, heads, runs)
     span = _ended(work, processors, LIGHT_BEGIN)
@@ -403,34 +407,36 @@ def _apart(step: Step, processors: int) -> Counts:
 def _packed(step: Step, processors: int) -> Counts:
     """Count as FlashInfer's kernels of FlashAttention-2's kind do, two programs on a processor."""
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
-    mean, slots = step.tokens * group // sum(alike for *_, alike in step.rows), 2 * processors
+    mean, slots = step.tokens * group // sum(step.alike), 2 * processors
     high = 16 if mean <= 16 else 64 if mean <= 64 or spec.head_size >= 256 else 128
     near = step.seen + 1 + high // group
-    rows = [
-        (-(-tokens * group // high) * alike, -(-min(keys, near) // PAGE), tokens * alike)
-        for tokens, keys, alike in step.rows
-    ]
-    room, limit = max(1, slots // heads), PIECE // PAGE
-    total, number = sum(each * pages for each, pages, _ in rows), sum(each for each, *_ in rows)
-    limit, top = max(limit, -(-total // room)), max(pages for _, pages, _ in rows)
+    pages = [-(-min(keys, near) // PAGE) for keys in step.lens]
+    each = [-(-q * group // high) * n for q, n in zip(step.queries, step.alike, strict=True)]
+    room, limit, number, top = max(1, slots // heads), PIECE // PAGE, sum(each), max(pages)
+    total = sum(map(mul, each, pages))
+    limit = max(limit, -(-total // room))
     top = min(top, -(-total // (room - number))) if room > number else top
     if number >= room:
         limit = max(limit, top)
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
-        fits = sum(each * -(-pages // middle) for each, pages, _ in rows) <= room
+        fits = sum(map(mul, each, [-(-n // middle) for n in pages])) <= room
         limit, top = (limit, middle) if fits else (middle + 1, top)
-    runs: Runs = []
-    count = partial = 0
-    most = 1
-    for each, pages, tokens in rows:
-        parts = max(-(-pages // limit), 1)
-        last = (pages - (parts - 1) * limit) * PAGE + PIECE, heads * (each if parts == 1 else 1)
-        runs += [last] if parts == 1 else [(limit * PAGE + PIECE, (parts - 1) * heads), last] * each
-        count, most, partial = count + each * parts, max(most, parts), partial + tokens * parts
+    parts = [-(-n // limit) for n in pages]
+    most, count = max(parts), sum(map(mul, each, parts))
+    work: Work = []
+    for tiles, n, some in zip(each, pages, parts, strict=True):
+        last = (n - (some - 1) * limit) * PAGE + PIECE
+        cut = (
+            [(last, heads)]
+            if some == 1
+            else [(limit * PAGE + PIECE, (some - 1) * heads), (last, heads)]
+        )
+        _add(work, tiles, cut)
+    partial = sum(map(mul, map(mul, step.queries, step.alike), parts))
     merged, on_one = most > 1, 1 if count * heads <= processors else 2
     area, partial = processors * PACKED[high] * LATENTS * on_one, SHORT_PARTIAL * merged * partial
-    return step.counts(_ended([(1, runs)], slots), area, int(merged), partial, merged * most)
+    return step.counts(_ended(work, slots), area, int(merged), partial, merged * most)
 
 
 def _whole(step: Step, processors: int) -> Counts:
@@ -439,20 +445,19 @@ def _whole(step: Step, processors: int) -> Counts:
     height, narrow = step.most * group, spec.head_size <= WIDE
     low = height <= LATENTS
     if not low and step.most <= SHORT:
-        read = heads * sum(
-            -(-tokens * group // LATENTS) * min(keys, step.seen) * alike
-            for tokens, keys, alike in step.rows
-        )
+        each = [-(-tokens * group // LATENTS) for tokens in step.queries]
+        keys = [min(keys, step.seen) for keys in step.lens]
+        read = heads * sum(map(mul, map(mul, each, keys), step.alike))
         low = read <= FEW_KEYS * processors
     if low:
         return _low(step, processors, min(LATENTS, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
-    cached = spec.head_size > HOPPER[0] or any(tokens != keys for tokens, keys, _ in step.rows)
+    cached = spec.head_size > HOPPER[0] or step.queries != step.lens
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
     own = spec.head_size in HOPPER and cached and plain
     block = WIDE if own and narrow else LATENTS
-    rows = zip(step.rows, step.tiles(group, WIDE, block), strict=True)
-    runs = [(b + ITEM, n * alike) for (_, _, alike), runs in rows for b, n in runs]
+    rows = zip(step.alike, step.tiles(group, WIDE, block), strict=True)
+    runs = [(b + ITEM, n * alike) for alike, runs in rows for b, n in runs]
     runs.sort(reverse=True)
     slots, area = max(1, processors // heads), processors * WIDE * block * TALL_BLOCK
     shares = Shares.of(runs, slots)
@@ -479,8 +484,9 @@ def _turning(units: list[int], slots: int) -> int:
 def _low(step: Step, processors: int, high: int) -> Counts:
     """Count tiles of so many rows in stretches; each that a program begins costs a block more."""
     narrow, group = step.spec.head_size <= WIDE, step.spec.gqa_ratio
-    rows = zip(step.rows, step.tiles(group, high, LATENTS if narrow else LATENTS // 2), strict=True)
-    runs = [(b + ITEM, n) for (_, _, alike), runs in rows for b, n in runs[::-1] * alike]
+    tiles = step.tiles(group, high, LATENTS if narrow else LATENTS // 2)
+    rows = zip(step.alike, tiles, strict=True)
+    runs = [(b + ITEM, n) for alike, runs in rows for b, n in runs[::-1] * alike]
     on_one = 3 if high == LOW and narrow else 2
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
     shares = Shares.of(runs, slots)
@@ -511,8 +517,9 @@ class Shares(NamedTuple):
     @classmethod
     def of(cls, runs: Runs, slots: int) -> Shares:
         """Return the shares of so many slots."""
-        number, total = sum(n for _, n in runs), sum(cost * n for cost, n in runs)
-        longest, least = max(runs)[0], max(-(-total // slots), WORTH)
+        costs, counts = zip(*runs, strict=True)
+        number, total, longest = sum(counts), sum(map(mul, costs, counts)), max(costs)
+        least = max(-(-total // slots), WORTH)
         alike, parts = _alike(number, longest, slots, least)
         if alike <= SLACK * total / slots + 1:
             return cls(slots, least, alike, True, parts, number, total)
