@@ -203,6 +203,19 @@ def test_tiles_are_as_high_as_a_head_size_has_them(size: int, high: int, block: 
     )
 
 
+@pytest.mark.parametrize(("tokens", "high"), [(2, 16), (4, 32), (9, 64)])
+def test_a_soft_cap_costs_by_rows(tokens: int, high: int) -> None:
+    """A low tile's block costs half of one of 64 rows whatever its rows; with a cap, a tenth."""
+    q, n = np.array([tokens] * 5), np.array([900] * 5)
+    capped, plain = (
+        deal(spec, q, n, NO_END)("whole", PROCESSORS)
+        for spec in (DENSE.replace(logit_soft_cap=30.0), DENSE)
+    )
+    expected = (0.1 * 64 + 0.9 * high) / (0.5 * 64 + 0.5 * high)
+    assert capped.pairs / plain.pairs == pytest.approx(expected, rel=1e-4)
+    assert capped[:3] == plain[:3]
+
+
 DRAWN = {"short": (2, 16), "prefill": (17, 900), "chunked": (17, 900)}
 
 

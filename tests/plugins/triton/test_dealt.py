@@ -108,7 +108,8 @@ def test_prompts_and_chunks_are_cut_as_planned(size: int, monkeypatch: pytest.Mo
         assert plan.config.block_m == 128 and counts.rows == (plan.way == "pieces")
         if plan.way == "pieces":
             span = counts.pairs * 16 / SMS / 128 / plan.config.block_n / TALL_BLOCK
-            assert span == pytest.approx(int(plan.work[0]), rel=0.13, abs=1)
+            share, count, begins = int(plan.work[0]), int(plan.work[3]), size // 128
+            assert 0.87 * share - 1 <= span - begins and span - begins * count <= 1.13 * share + 1
         ways.append(plan.way)
     assert {"pieces", "prefill"} == set(ways)
 

@@ -61,8 +61,10 @@ SHORT, FEW_KEYS = 16, 1536
 """Query tokens of short rows; keys of their tiles a processor, up to which TRITON_ATTN's are low."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
-TALL_BLOCK = 0.35
-"""What a (row, key) takes of a tile that isn't low, of what it takes of a low one of 64 rows."""
+TALL_BLOCK, PORTABLE = 0.35, 0.7
+"""What a (row, key) takes of one of a low tile of 64 rows: in Hopper's own prefill, in the portable."""
+CAPPED = 0.1
+"""What a block of a low tile costs whatever its rows, of one of 64 rows; half without a soft cap."""
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in short rows."""
 PACKED = {16: 0.6, 64: 1.0, 128: 1.6}
@@ -72,7 +74,7 @@ PIECE, PAGE = 128, 16
 
 LEAST = {
     ("even", "decode"): 0.25, ("heads", "short"): 0.6,
-    ("whole", "short"): 0.2, ("whole", "prefill"): TALL_BLOCK, ("whole", "chunked"): TALL_BLOCK,
+    ("whole", "short"): 0.1, ("whole", "prefill"): TALL_BLOCK, ("whole", "chunked"): TALL_BLOCK,
 }  # fmt: skip
 """What a way's pairs are of a step's own at the least, by its name and the kind of step; else as many."""
 
@@ -285,15 +287,10 @@ def _pieces(name: str, tiles: Tiles, processors: int) -> tuple[float, int, int]:
         merged, most_parts = int(each @ parts), max(2, most_parts)
     elif most_parts > 1:
         merged = int(each @ (parts * (parts > 1)))
-    sizes = _cut_up(np.repeat(share, each), np.repeat(parts, each), np.repeat(last, each))
-    return _end(sizes + BEGIN, processors), most_parts, merged
-
-
-def _cut_up(share: Ints, parts: Ints, last: Ints) -> Ints:
-    """Return the pieces of tiles, each in so many, of one size but for the last."""
+    share, parts, last = (np.repeat(column, each) for column in (share, parts, last))
     sizes = np.repeat(share, parts)
     sizes[parts.cumsum() - 1] = last
-    return sizes
+    return _end(sizes + BEGIN, processors), most_parts, merged
 
 
 class Step(NamedTuple):
@@ -459,16 +456,19 @@ def _whole(step: Step, processors: int) -> Counts:
     rows = zip(step.alike, step.tiles(group, WIDE, block), strict=True)
     runs = [(b + ITEM, n * alike) for alike, runs in rows for b, n in runs]
     runs.sort(reverse=True)
-    slots, area = max(1, processors // heads), processors * WIDE * block * TALL_BLOCK
+    slots = max(1, processors // heads)
+    area = processors * WIDE * block * (TALL_BLOCK if own else PORTABLE)
     shares = Shares.of(runs, slots)
     mean, longest = shares.total / slots, runs[0][0]
     limit = max(SLACK * mean + 1, shares.least + min(shares.least, MERGE * own))
+    begins = spec.head_size // WIDE if own else 1  # blocks that a tile costs beside those planned
     if longest > limit or (mean + longest > limit and _turning(_units(runs), slots) > limit):
-        pieces, _ = shares.pieces(runs)
-        return step.counts(shares.length, area, 1, PARTIAL * pieces * WIDE // group, shares.parts)
+        pieces, begun = shares.pieces(runs)
+        partial, span = PARTIAL * pieces * WIDE // group, shares.length + begins * begun
+        return step.counts(span, area, 1, partial, shares.parts)
     work: Work = []
     _add(work, 1 if own else heads, [(cost, n * heads) for cost, n in runs] if own else runs)
-    return step.counts(_ended(work, processors), area, 0, 0, 0)
+    return step.counts(_ended(work, processors, begins), area, 0, 0, 0)
 
 
 def _turning(units: list[int], slots: int) -> int:
@@ -491,11 +491,11 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
     shares = Shares.of(runs, slots)
     pieces, begun = shares.pieces(runs)
-    area = processors * LATENTS * (LATENTS + high) / 2
+    fixed = CAPPED if step.spec.logit_soft_cap else 0.5
+    area = processors * LATENTS * (fixed * LATENTS + (1 - fixed) * high)
     merged = int(shares.parts > 1)
     # A merging program looks for as many parts of its tile as the longest one has.
-    partial = SHORT_PARTIAL * pieces + merged * shares.number * shares.parts // 4
-    partial = partial * high // group
+    partial = (SHORT_PARTIAL * pieces + merged * shares.number * shares.parts // 4) * high // group
     return step.counts(shares.length + begun, area, merged, partial, merged * begun)
 
 
