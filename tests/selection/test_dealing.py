@@ -234,7 +234,7 @@ def test_bounds_of_a_step_hold(spec: LayerSpec) -> None:
                 low, high = shape.dealt.between(way)
                 exact = shape.dealt[way]
                 assert low.pairs <= exact.pairs <= high.pairs
-                assert exact.pairs >= int(shape.pairs * LEAST.get((way, kind), 1.0))
+                assert exact.pairs >= int(shape.pairs * LEAST[kind].get(way, 1.0))
                 assert exact.queries >= shape.queries and exact._replace(pairs=0) == low._replace(
                     pairs=0
                 )

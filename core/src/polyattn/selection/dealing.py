@@ -72,11 +72,9 @@ PACKED = {16: 0.6, 64: 1.0, 128: 1.6}
 PIECE, PAGE = 128, 16
 """Keys that its pieces have at the least, and that each costs beside its own; it cuts at pages."""
 
-LEAST = {
-    ("even", "decode"): 0.25, ("heads", "short"): 0.6,
-    ("whole", "short"): 0.1, ("whole", "prefill"): TALL_BLOCK, ("whole", "chunked"): TALL_BLOCK,
-}  # fmt: skip
-"""What a way's pairs are of a step's own at the least, by its name and the kind of step; else as many."""
+LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
+LEAST["prefill"] = LEAST["chunked"] = {"whole": TALL_BLOCK}
+"""What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
 
 class Counts(NamedTuple):

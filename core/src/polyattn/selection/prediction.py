@@ -279,7 +279,7 @@ class Predictor:
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             us = timer(model.weights(spec), form_of(model))
-            full = LEAST.get((model.deal, model.kind), 1.0)
+            full = LEAST.get(model.kind, {}).get(model.deal, 1.0)
             if model.deal:
                 self.deals[model.kind][model.deal] = model.processors
             self._weighed[model.kind][model.backend] = Weighed(
