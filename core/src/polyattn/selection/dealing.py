@@ -419,19 +419,17 @@ def _packed(step: Step, processors: int) -> Counts:
         limit, top = (limit, middle) if fits else (middle + 1, top)
     parts = [-(-n // limit) for n in pages]
     most, count = max(parts), sum(map(mul, each, parts))
-    work: Work = []
+    runs: Runs = []
     for tiles, n, some in zip(each, pages, parts, strict=True):
         last = (n - (some - 1) * limit) * PAGE + PIECE
-        cut = (
-            [(last, heads)]
-            if some == 1
-            else [(limit * PAGE + PIECE, (some - 1) * heads), (last, heads)]
-        )
-        _add(work, tiles, cut)
+        if some == 1:
+            runs.append((last, tiles * heads))
+        else:
+            runs += [(limit * PAGE + PIECE, (some - 1) * heads), (last, heads)] * tiles
     partial = sum(map(mul, map(mul, step.queries, step.alike), parts))
     merged, on_one = most > 1, 1 if count * heads <= processors else 2
     area, partial = processors * PACKED[high] * LATENTS * on_one, SHORT_PARTIAL * merged * partial
-    return step.counts(_ended(work, slots), area, int(merged), partial, merged * most)
+    return step.counts(_ended([(1, runs)], slots), area, int(merged), partial, merged * most)
 
 
 def _whole(step: Step, processors: int) -> Counts:
