@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from polyattn import LatentSpec, LayerSpec
-from polyattn.selection.dealing import BEGIN, LIGHT_BEGIN, deal, deals_of
+from polyattn.selection.dealing import BEGIN, LEAST, LIGHT_BEGIN, deal, deals_of
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
 from polyattn.spec.timing import DEALS, TERMS, TimingModel
 
 PROCESSORS = 132
 NO_END = 1 << 60
 DENSE = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128)
+NARROW = LayerSpec(num_heads=36, num_kv_heads=36, head_size=64)
 
 
 def mla(heads: int) -> LayerSpec:
@@ -95,7 +96,7 @@ def steps(
 def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[float, int]:
     """The fullest processor's blocks, and what is merged."""
     q, n = np.array(rows).T
-    counts = deal(spec, q, n, NO_END, {name: PROCESSORS})[name]
+    counts = deal(spec, q, n, NO_END)(name, PROCESSORS).exact()
     size = 64 if spec.latent else 128
     assert name == "heads" or counts.rows == (counts.longest > 0)
     return counts.pairs * spec.num_heads / PROCESSORS / size**2, counts.longest
@@ -190,16 +191,84 @@ def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
 def test_tiles_are_as_high_as_a_head_size_has_them(size: int, high: int, block: int) -> None:
     spec = LayerSpec(num_heads=16, num_kv_heads=16, head_size=size)
     q, n = np.array([200] * 40), np.array([200] * 40)
-    counts = deal(spec, q, n, NO_END, {"cut": PROCESSORS})["cut"]
+    counts = deal(spec, q, n, NO_END)("cut", PROCESSORS).exact()
     lasts = [min(end, 200) for end in range(high, 200 + high, high)]
     pieces = [math.ceil(last / block) for last in lasts[::-1]] * 16 * 40
     expected = busiest(pieces, PROCESSORS)
     assert counts.pairs * 16 / PROCESSORS / high / block == pytest.approx(expected, rel=0.06)
-    few = deal(spec, q[:3] // 50, n[:3], NO_END, {"cut": PROCESSORS})["cut"]
+    few = deal(spec, q[:3] // 50, n[:3], NO_END)("cut", PROCESSORS)
     rows = 64 if size == 64 else 128
     assert few.pairs * 16 / PROCESSORS / rows / block == pytest.approx(
         math.ceil(200 / block) + BEGIN, abs=0.1
     )
+
+
+@pytest.mark.parametrize(("tokens", "high"), [(2, 16), (4, 32), (9, 64)])
+def test_a_soft_cap_costs_by_rows(tokens: int, high: int) -> None:
+    """A low tile's block costs half of one of 64 rows whatever its rows; with a cap, a tenth."""
+    q, n = np.array([tokens] * 5), np.array([900] * 5)
+    capped, plain = (
+        deal(spec, q, n, NO_END)("whole", PROCESSORS)
+        for spec in (DENSE.replace(logit_soft_cap=30.0), DENSE)
+    )
+    expected = (0.1 * 64 + 0.9 * high) / (0.5 * 64 + 0.5 * high)
+    assert capped.pairs / plain.pairs == pytest.approx(expected, rel=1e-4)
+    assert capped[:3] == plain[:3]
+
+
+DRAWN = {"short": (2, 16), "prefill": (17, 900), "chunked": (17, 900)}
+
+
+@pytest.mark.parametrize(
+    "spec", [DENSE, DENSE.replace(sliding_window=300), NARROW, mla(16), mla(128)]
+)
+def test_bounds_of_a_step_hold(spec: LayerSpec) -> None:
+    """What a way's pairs are at the least, and at the most, and what they are of a step's own."""
+    kinds = {"decode": (1, 1), "short": (2, 16)} if spec.latent else DRAWN
+    for kind, queries in kinds.items():
+        ways, apart = dict.fromkeys(deals_of(spec, kind), PROCESSORS), 0
+        for rows in steps(11, 40, queries):
+            q, n = zip(*rows, strict=True)
+            shape = shape_of_step(spec, q, q if kind == "prefill" else n, deals=ways)
+            for way in ways:
+                low, high = shape.dealt.between(way)
+                exact = shape.dealt[way]
+                assert low.pairs <= exact.pairs <= high.pairs
+                assert exact.pairs >= int(shape.pairs * LEAST[kind].get(way, 1.0))
+                assert exact.queries >= shape.queries and exact._replace(pairs=0) == low._replace(
+                    pairs=0
+                )
+                apart += low.pairs < high.pairs
+        assert spec.latent or apart
+
+
+def test_who_is_the_fastest_is_known_from_bounds() -> None:
+    """Candidates are compared by bounds first; the exact times are no others, ties included."""
+    weights: Any = dict(zip(TERMS, (9.0, 0.1, 1e-7, 1e-5, 3e-9, 1e-7), strict=True))
+    source, chosen = random.Random(2), set()
+    for kind, queries in DRAWN.items():
+        for rows in steps(7, 12, queries):
+            models = [
+                TimingModel(
+                    way.upper(), kind,
+                    tuple(w * source.uniform(0.8, 1.2) for w in weights.values()),
+                    overlap=source.random() < 0.5, margin=source.choice((0.0, 0.05)),
+                    host=source.choice((0.0, 40.0)), deal=way, processors=PROCESSORS,
+                )
+                for way in deals_of(DENSE, kind)
+            ]  # fmt: skip
+            plain = TimingModel("PLAIN", kind, tuple(1.5 * w for w in weights.values()))
+            predictor = Predictor(DENSE, [*models, plain])
+            among = predictor.among(kind, [m.backend for m in [plain, *models]])
+            q, n = zip(*rows, strict=True)
+            shape = predictor.shape(kind, q, n)
+            times = {w.name: max(w.us(shape) * w.factor, w.host) for w in among}
+            best = min(times, key=times.__getitem__)
+            fresh = predictor.shape(kind, q, n)
+            assert predictor.fastest(among, fresh) == best
+            assert predictor.fastest(among, fresh, times[best]) == ""
+            chosen.add(best)
+    assert len(chosen) == 4
 
 
 def test_a_step_without_keys_is_dealt() -> None:

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from itertools import groupby
+from operator import add, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,10 @@ import numpy.typing as npt
 from polyattn.spec.layer import LayerSpec
 
 Ints = npt.NDArray[np.int64]
+Runs = list[tuple[int, int]]
+"""Blocks, or what they cost, and how many tiles in turn, or pieces, have so many."""
+Work = list[tuple[int, Runs]]
+"""Runs, and how many times they are repeated."""
 
 LATENTS, WIDE = 64, 128
 """Rows of a tile, and keys of a block: of latents, of most heads."""
@@ -55,14 +61,20 @@ SHORT, FEW_KEYS = 16, 1536
 """Query tokens of short rows; keys of their tiles a processor, up to which TRITON_ATTN's are low."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
-TALL_BLOCK = 0.35
-"""What a (row, key) takes of a tile that isn't low, of what it takes of a low one of 64 rows."""
+TALL_BLOCK, PORTABLE = 0.35, 0.7
+"""What a (row, key) takes of one of a low tile of 64 rows: in Hopper's own prefill, in the portable."""
+CAPPED = 0.1
+"""What a block of a low tile costs whatever its rows, of one of 64 rows; half without a soft cap."""
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in short rows."""
 PACKED = {16: 0.6, 64: 1.0, 128: 1.6}
 """FlashInfer's tiles of short rows: the time of each, of one of 64 rows. Two run on a processor."""
 PIECE, PAGE = 128, 16
 """Keys that its pieces have at the least, and that each costs beside its own; it cuts at pages."""
+
+LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
+LEAST["prefill"] = LEAST["chunked"] = {"whole": TALL_BLOCK}
+"""What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
 
 class Counts(NamedTuple):
@@ -72,13 +84,26 @@ class Counts(NamedTuple):
     all pieces beside; of low tiles the most of a program; of heads apart the keys that a processor reads.
     `queries`: tokens, and what their parts are in these; over latents, where a program's own rows
     count, each processor has a tile more. `pairs`: as many as if all processors had what the fullest
-    one has.
+    one has; `deal_out` tells them where they are bounds: `pairs` at the least, `most` at the most.
     """
 
     rows: int
     queries: int
     longest: int
     pairs: int
+    most: int
+    deal_out: Callable[[], int] | None = None
+
+    def exact(self) -> Counts:
+        """Return the counts with pairs that aren't bounds."""
+        if self.deal_out is None:
+            return self
+        pairs = self.deal_out()
+        return self._replace(pairs=pairs, most=pairs, deal_out=None)
+
+
+Ends = tuple[float, float, Callable[[], float] | None]
+"""When the last piece ends: between two times, and what tells the exact one where they differ."""
 
 
 def deals_of(spec: LayerSpec, kind: str) -> tuple[str, ...]:
@@ -104,30 +129,46 @@ class Tiles(NamedTuple):
     total: int
 
 
-def deal(
-    spec: LayerSpec, queries: Ints, lens: Ints, seen: int, ways: Mapping[str, int]
-) -> dict[str, Counts]:
-    """Deal a step's keys out in each way, by its name.
+Dealer = Callable[[str, int], Counts]
 
-    `seen`: keys that a token sees at most. `ways`: to how many processors, by the name.
+
+def deal(spec: LayerSpec, queries: Ints, lens: Ints, seen: int) -> Dealer:
+    """Return what counts a step, by the name of a way and to how many processors.
+
+    `seen`: keys that a token sees at most.
     """
-    if spec.latent is None:
-        some = queries > 0
-        step = Step(spec, queries[some], lens[some], seen)
-        return {name: HEADS[name](step, processors) for name, processors in ways.items()}
-    rows, tokens, longest = len(queries), int(queries.sum()), int(queries.max())
-    by_form: dict[tuple[int, bool], Tiles] = {}
-    counts, group = {}, spec.num_heads  # absorbed: every head has the same keys
-    for name, processors in ways.items():
+    if spec.latent is not None:
+        return Latents(spec.num_heads, queries, lens).deal
+    rows = groupby(zip(queries.tolist(), lens.tolist(), strict=True))
+    some = ((*row, len([*same])) for row, same in rows if row[0])
+    tokens, keys, alike = zip(*some, strict=True)
+    step = Step(spec, tokens, keys, alike, seen, int(queries.sum()), int(queries.max()))
+    return lambda name, processors: HEADS[name](step, processors)
+
+
+class Latents:
+    """A step over latents: its rows, and their tiles by height and by whether they are padded.
+
+    `group`: heads, which all have the same keys, since they are absorbed.
+    """
+
+    def __init__(self, group: int, queries: Ints, lens: Ints):
+        self.group, self.queries, self.lens = group, queries, lens
+        self.tokens, self.longest = int(queries.sum()), int(queries.max())
+        self._tiles: dict[tuple[int, bool], Tiles] = {}
+
+    def deal(self, name: str, processors: int) -> Counts:
+        """Count a way of dealing keys out to so many processors."""
+        rows, group, longest, of_all = len(self.lens), self.group, self.longest, self.tokens
         high = LATENTS
-        if name == "pages" and tokens * group > high * rows:
+        if name == "pages" and of_all * group > high * rows:
             high, processors = 2 * high, processors // 2  # two processors share a tile
-        padded = name == "padded" and tokens < longest * rows
-        if (high, padded) not in by_form:
-            q = np.full_like(queries, longest) if padded else queries
-            by_form[high, padded] = _tiles(q, group, lens, seen, high)
-        tiles = by_form[high, padded]
-        of_all = longest * rows if padded else tokens
+        padded = name == "padded" and of_all < longest * rows
+        if (high, padded) not in self._tiles:
+            q = np.full_like(self.queries, longest) if padded else self.queries
+            self._tiles[high, padded] = _tiles(q, group, self.lens, high)
+        tiles = self._tiles[high, padded]
+        of_all = longest * rows if padded else of_all
         height, span = min(high, longest * group), 0.0
         if name == "padded":
             span, merged = _padded(tiles, processors)
@@ -143,18 +184,14 @@ def deal(
         if name in ("even", "pages"):
             of_all += processors * height // group
         pairs = int(span * processors * high * LATENTS) // group
-        counts[name] = Counts(int(merged > 0), of_all, merged, pairs)
-    return counts
+        return Counts(int(merged > 0), of_all, merged, pairs, pairs)
 
 
-def _tiles(queries: Ints, group: int, lens: Ints, seen: int, high: int) -> Tiles:
+def _tiles(queries: Ints, group: int, lens: Ints, high: int) -> Tiles:
     """Cut rows into tiles, each of which sees all keys."""
-    each, keys = (queries * group + high - 1) // high, lens
-    if seen < sys.maxsize:
-        keys = np.minimum(keys, seen + np.minimum(queries, high // group))
-    blocks = (keys + LATENTS - 1) // LATENTS
+    each, blocks = (queries * group + high - 1) // high, (lens + LATENTS - 1) // LATENTS
     most, longest = int(each.max()), int(blocks.max())
-    return Tiles(each, keys, blocks, most, longest, int(each.sum()), int(each @ blocks))
+    return Tiles(each, lens, blocks, most, longest, int(each.sum()), int(each @ blocks))
 
 
 def _padded(tiles: Tiles, processors: int) -> tuple[int, int]:
@@ -196,7 +233,10 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[flo
             pieces = int((-(-units[:cut] // share)).sum())
             return share / (1 + few), -(-longest // share), pieces * lanes
         share = min(int(end), share + -(-share // 16))
-    return first / (1 + few), (longest - 3 + first) // first + 1, _cuts(units, first) * lanes
+    ends = units.cumsum()
+    cuts = (ends - 1) // first - (ends - units) // first
+    pieces = int(cuts.sum() + np.count_nonzero(cuts))
+    return first / (1 + few), (longest - 3 + first) // first + 1, pieces * lanes
 
 
 def _alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:
@@ -207,11 +247,18 @@ def _alike(number: int, longest: int, programs: int, least: int) -> tuple[int, i
     return share, -(-longest // share)
 
 
-def _cuts(units: Ints, share: int) -> int:
-    """Return how many pieces cut tiles are in, if tiles lie on a line that is cut after each share."""
-    ends = units.cumsum()
-    cuts = (ends - 1) // share - (ends - units) // share
-    return int(cuts.sum() + np.count_nonzero(cuts))
+def _cuts(units: list[int], share: int) -> tuple[int, int]:
+    """Cut tiles on a line after each share; return cut tiles' pieces, and a share's most tiles."""
+    pieces = most = begun = at = end = 0
+    for cost in units:
+        first, end = end // share, end + cost
+        last = (end - 1) // share
+        begun = begun + 1 if first == at else 1
+        most = begun if begun > most else most
+        if last > first:
+            pieces, begun = pieces + last - first + 1, 1
+        at = last
+    return pieces, most
 
 
 def _pieces(name: str, tiles: Tiles, processors: int) -> tuple[float, int, int]:
@@ -238,49 +285,69 @@ def _pieces(name: str, tiles: Tiles, processors: int) -> tuple[float, int, int]:
         merged, most_parts = int(each @ parts), max(2, most_parts)
     elif most_parts > 1:
         merged = int(each @ (parts * (parts > 1)))
-    sizes = _cut_up(np.repeat(share, each), np.repeat(parts, each), np.repeat(last, each))
+    share, parts, last = (np.repeat(column, each) for column in (share, parts, last))
+    sizes = np.repeat(share, parts)
+    sizes[parts.cumsum() - 1] = last
     return _end(sizes + BEGIN, processors), most_parts, merged
 
 
-def _cut_up(share: Ints, parts: Ints, last: Ints) -> Ints:
-    """Return the pieces of tiles, each in so many, of one size but for the last."""
-    sizes = np.repeat(share, parts)
-    sizes[parts.cumsum() - 1] = last
-    return sizes
-
-
 class Step(NamedTuple):
-    """Rows of a step over heads, and how many keys a token sees before its own at most."""
+    """Rows of a step over heads: tokens and keys of each, and how many such rows lie side by side.
+
+    `seen`: keys that a token sees before its own at most. `tokens`: of all rows. `most`: of one row.
+    """
 
     spec: LayerSpec
-    queries: Ints
-    lens: Ints
+    queries: tuple[int, ...]
+    lens: tuple[int, ...]
+    alike: tuple[int, ...]
     seen: int
+    tokens: int
+    most: int
 
-    def tiles(self, group: int, high: int, block: int) -> tuple[Ints, Ints, Ints]:
-        """Return rows' tiles; of each tile of a KV head its row, and the blocks that it goes through."""
-        if self.seen == sys.maxsize and int(self.queries.max()) * group <= high:
-            rows = np.arange(len(self.lens))
-            return np.ones_like(rows), rows, (self.lens + block - 1) // block
-        each = (self.queries * group + high - 1) // high
-        row = np.repeat(np.arange(len(each)), each)
-        first = (np.arange(len(row)) - np.repeat(each.cumsum() - each, each)) * high
-        before = (self.lens - self.queries)[row]
-        end = self.lens[row]
-        if self.spec.causal:
-            end = before + (np.minimum(first + high, self.queries[row] * group) - 1) // group + 1
-        blocks = (end + block - 1) // block
+    def tiles(self, group: int, high: int, block: int) -> list[Runs]:
+        """Return the blocks that each row's tiles of a KV head go through, the last tiles first."""
+        if self.seen == sys.maxsize and self.most * group <= high:
+            return [[(-(-keys // block), 1)] for keys in self.lens]
+        rows = zip(self.queries, self.lens, strict=True)
+        return [self._row(tokens, keys, group, high, block) for tokens, keys in rows]
+
+    def _row(self, tokens: int, keys: int, group: int, high: int, block: int) -> Runs:
+        last = tokens * group
+        number, before = -(-last // high), keys - tokens if self.spec.causal else keys
         if self.seen < sys.maxsize:
-            blocks -= np.maximum(before + first // group - self.seen, 0) // block
-        return each, row, np.maximum(blocks, 1)
+            far = keys - tokens - self.seen  # of these keys the first token sees none
+            counts = (
+                -(-min(before + (min(end, last) - 1) // group + 1, keys) // block)
+                - max(far + (end - high) // group, 0) // block
+                for end in range(number * high, 0, -high)
+            )
+            return [(max(blocks, 1), len(list(same))) for blocks, same in groupby(counts)]
+        runs, blocks, left = [], -(-keys // block), number
+        reach = (blocks - 1) * block - before
+        while reach > 0:  # tiles of these tokens have fewer blocks
+            fewer = reach * group // high
+            if fewer < left:
+                runs.append((blocks, left - fewer))
+                left = fewer
+            blocks, reach = blocks - 1, reach - block
+        return [*runs, (blocks, left)] if left else runs
 
-    def counts(self, span: float, area: float, merged: int, parts: float, longest: int) -> Counts:
+    def counts(
+        self, ends: Ends | float, area: float, merged: int, parts: float, longest: int
+    ) -> Counts:
         """Return the counts of a fullest processor that has so many blocks of an area in (row, key).
 
         `parts`: of all tokens together, in reads of a token.
         """
-        pairs = int(span * area) // self.spec.num_heads
-        return Counts(merged, int(self.queries.sum() + parts), longest, pairs)
+
+        def pairs(span: float) -> int:
+            return int(span * area) // self.spec.num_heads
+
+        low, high, deal_out = ends if isinstance(ends, tuple) else (ends, ends, None)
+        exact = (lambda: pairs(deal_out())) if deal_out else None
+        queries = int(self.tokens + parts)
+        return Counts(merged, queries, longest, pairs(low), pairs(high), exact)
 
 
 def _cut(step: Step, processors: int) -> Counts:
@@ -288,143 +355,242 @@ def _cut(step: Step, processors: int) -> Counts:
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
     sizes = ((high, block) for top, high, block in TILES if spec.head_size <= top)
     high, block = next(sizes, (128, 80))
-    if spec.head_size in ONE_GROUP and int(step.queries.max()) * group <= LOW_TILE:
+    if spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
         high = LOW_TILE
-    each, row, blocks = step.tiles(group, high, block)
-    ends = each.cumsum()
-    longest = blocks[ends - 1]
-    blocks = blocks[(2 * ends - each - 1)[row] - np.arange(len(row))]
-    merging = int(each.max()) * heads < FULL * processors and int(longest.max()) > UNCUT
-    parts = np.ones_like(longest)
+    rows = step.tiles(group, high, block)
+    tops = [runs[0][0] for runs in rows]
+    most, limit, partial = -(-step.most * group // high), max(tops), 0
+    times = [n * heads for n in step.alike]
+    merging = most * heads < FULL * processors and limit > UNCUT
     if merging:
-        limit = -(-int(each @ longest) * heads * 11 // (10 * processors))
-        parts = -(-longest // limit)
-    each_parts = np.minimum(parts[row], blocks)
-    share = -(-blocks // each_parts)
-    pieces = _cut_up(share, each_parts, blocks - (each_parts - 1) * share)
-    pieces = np.tile(pieces, heads)
-    if len(each) > 1 and processors < len(pieces) <= ROUNDS * processors:
-        pieces = pieces[np.tile(np.repeat(row, each_parts), heads).argsort(kind="stable")]
-    span, partial = _end(pieces + BEGIN, processors), PARTIAL * merging * int(step.queries @ parts)
-    return step.counts(
-        span, processors * high * block, int(merging), partial, merging * int(parts.max())
-    )
+        each = [-(-tokens * group // high) for tokens in step.queries]
+        limit = -(-sum(map(mul, map(mul, each, tops), times)) * 11 // (10 * processors))
+    parts = [-(-blocks // limit) for blocks in tops]
+    work: Work = []
+    for n, some, runs in zip(times, parts, rows, strict=True):
+        if some > 1:
+            runs = [piece for blocks, count in runs for piece in _pieces_of(blocks, some) * count]
+        _add(work, n, runs)
+    if merging:
+        partial = PARTIAL * sum(map(mul, map(mul, step.queries, step.alike), parts))
+    ends, longest = _ended(work, processors, BEGIN), merging * max(parts)
+    return step.counts(ends, processors * high * block, int(merging), partial, longest)
+
+
+def _pieces_of(blocks: int, parts: int) -> Runs:
+    """Return a tile in so many pieces, if it has as many blocks."""
+    parts = min(parts, blocks)
+    share = -(-blocks // parts)
+    return [(share, parts - 1), (blocks - (parts - 1) * share, 1)]
 
 
 def _apart(step: Step, processors: int) -> Counts:
     """Count as FlashInfer does: head by head, the longest rows first, their last tiles first."""
-    if int(step.queries.max()) <= SHORT:
+    if step.most <= SHORT:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
-    _, row, blocks = step.tiles(1, high, WIDE)
-    order = np.lexsort((-np.arange(len(row)), -step.lens[row]))
-    span = _end(np.tile(blocks[order], heads) + LIGHT_BEGIN, processors)
-    read = int(blocks.sum()) * heads * WIDE // processors
+    rows = zip(step.lens, step.alike, step.tiles(1, high, WIDE), strict=True)
+    rising = sorted(rows, key=lambda row: row[0])
+    runs = [run for _, n, runs in rising[::-1] for run in runs * n]
+    work: Work = []
+    _add(work, heads, runs)
+    span = _ended(work, processors, LIGHT_BEGIN)
+    read = sum(blocks * count for blocks, count in runs) * heads * WIDE // processors
     return step.counts(span, processors * high * WIDE, 0, 0, read)
 
 
 def _packed(step: Step, processors: int) -> Counts:
     """Count as FlashInfer's kernels of FlashAttention-2's kind do, two programs on a processor."""
-    spec, queries, group = step.spec, step.queries, step.spec.gqa_ratio
-    mean, slots = int(queries.sum()) * group // len(queries), 2 * processors
+    spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
+    mean, slots = step.tokens * group // sum(step.alike), 2 * processors
     high = 16 if mean <= 16 else 64 if mean <= 64 or spec.head_size >= 256 else 128
-    each, keys = (queries * group + high - 1) // high, step.lens
-    if step.seen < sys.maxsize:
-        keys = np.minimum(keys, step.seen + 1 + high // group)
-    pages = -(-keys // PAGE)
-    room, limit, top = max(1, slots // spec.num_kv_heads), PIECE // PAGE, int(pages.max())
-    total, number = int(each @ pages), int(each.sum())
+    near = step.seen + 1 + high // group
+    pages = [-(-min(keys, near) // PAGE) for keys in step.lens]
+    each = [-(-q * group // high) * n for q, n in zip(step.queries, step.alike, strict=True)]
+    room, limit, number, top = max(1, slots // heads), PIECE // PAGE, sum(each), max(pages)
+    total = sum(map(mul, each, pages))
     limit = max(limit, -(-total // room))
     top = min(top, -(-total // (room - number))) if room > number else top
+    if number >= room:
+        limit = max(limit, top)
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
-        fits = int(each @ -(-pages // middle)) <= room
+        fits = sum(map(mul, each, [-(-n // middle) for n in pages])) <= room
         limit, top = (limit, middle) if fits else (middle + 1, top)
-    parts = np.maximum(-(-pages // limit), 1)
-    share, last = np.minimum(pages, limit), pages - (parts - 1) * limit
-    pieces = _cut_up(np.repeat(share, each), np.repeat(parts, each), np.repeat(last, each)) * PAGE
-    pieces = np.repeat(pieces + PIECE, spec.num_kv_heads)
-    span = _end(pieces, slots) * (1 if len(pieces) <= processors else 2)
-    most = int(parts.max())
-    partial = SHORT_PARTIAL * int(queries @ parts) if most > 1 else 0
-    area = processors * PACKED[high] * LATENTS
-    return step.counts(span, area, int(most > 1), partial, most if most > 1 else 0)
+    parts = [-(-n // limit) for n in pages]
+    most, count = max(parts), sum(map(mul, each, parts))
+    runs: Runs = []
+    for tiles, n, some in zip(each, pages, parts, strict=True):
+        last = (n - (some - 1) * limit) * PAGE + PIECE
+        if some == 1:
+            runs.append((last, tiles * heads))
+        else:
+            runs += [(limit * PAGE + PIECE, (some - 1) * heads), (last, heads)] * tiles
+    partial = sum(map(mul, map(mul, step.queries, step.alike), parts))
+    merged, on_one = most > 1, 1 if count * heads <= processors else 2
+    area, partial = processors * PACKED[high] * LATENTS * on_one, SHORT_PARTIAL * merged * partial
+    return step.counts(_ended([(1, runs)], slots), area, int(merged), partial, merged * most)
 
 
 def _whole(step: Step, processors: int) -> Counts:
     """Count as TRITON_ATTN does: whole tiles of one KV head or stretches; of short rows low tiles."""
-    spec, queries = step.spec, step.queries
-    group, heads = spec.gqa_ratio, spec.num_kv_heads
-    rows, narrow = int(queries.max()) * group, spec.head_size <= WIDE
-    low = rows <= LATENTS
-    if not low and int(queries.max()) <= SHORT:
-        read = int(-(-queries * group // LATENTS) @ np.minimum(step.lens, step.seen)) * heads
+    spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
+    height, narrow = step.most * group, spec.head_size <= WIDE
+    low = height <= LATENTS
+    if not low and step.most <= SHORT:
+        each = [-(-tokens * group // LATENTS) for tokens in step.queries]
+        keys = [min(keys, step.seen) for keys in step.lens]
+        read = heads * sum(map(mul, map(mul, each, keys), step.alike))
         low = read <= FEW_KEYS * processors
     if low:
-        return _low(step, processors, min(LATENTS, max(16, 1 << (rows - 1).bit_length())))
+        return _low(step, processors, min(LATENTS, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
-    cached = spec.head_size > HOPPER[0] or not np.array_equal(queries, step.lens)
+    cached = spec.head_size > HOPPER[0] or step.queries != step.lens
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
     own = spec.head_size in HOPPER and cached and plain
     block = WIDE if own and narrow else LATENTS
-    units = np.sort(step.tiles(group, WIDE, block)[2] + ITEM)[::-1]
-    slots, area = max(1, processors // heads), processors * WIDE * block * TALL_BLOCK
-    share, alike, parts, pieces = _shared(units, slots)
-    limit = max(SLACK * int(units.sum()) / slots + 1, share + min(share, MERGE * own))
-    turns = np.zeros((-(-len(units) // slots), slots), np.int64)
-    turns.ravel()[: len(units)] = units
-    turns[1::2] = turns[1::2, ::-1]  # there and back
-    if int(units[0]) > limit or int(turns.sum(0).max()) > limit:
-        return step.counts(alike or share, area, 1, PARTIAL * pieces * WIDE // group, parts)
-    every = np.repeat(units, heads) if own else np.tile(units, heads)
-    return step.counts(_end(every, processors), area, 0, 0, 0)
+    rows = zip(step.alike, step.tiles(group, WIDE, block), strict=True)
+    runs = [(b + ITEM, n * alike) for alike, runs in rows for b, n in runs]
+    runs.sort(reverse=True)
+    slots = max(1, processors // heads)
+    area = processors * WIDE * block * (TALL_BLOCK if own else PORTABLE)
+    shares = Shares.of(runs, slots)
+    mean, longest = shares.total / slots, runs[0][0]
+    limit = max(SLACK * mean + 1, shares.least + min(shares.least, MERGE * own))
+    begins = spec.head_size // WIDE if own else 1  # blocks that a tile costs beside those planned
+    if longest > limit or (mean + longest > limit and _turning(_units(runs), slots) > limit):
+        pieces, begun = shares.pieces(runs)
+        partial, span = PARTIAL * pieces * WIDE // group, shares.length + begins * begun
+        return step.counts(span, area, 1, partial, shares.parts)
+    work: Work = []
+    _add(work, 1 if own else heads, [(cost, n * heads) for cost, n in runs] if own else runs)
+    return step.counts(_ended(work, processors, begins), area, 0, 0, 0)
+
+
+def _turning(units: list[int], slots: int) -> int:
+    """Return the most that a slot gets if units are dealt there and back."""
+    loads = [0] * slots
+    for turn, start in enumerate(range(0, len(units), slots)):
+        some = units[start : start + slots]
+        some += [0] * (slots - len(some))
+        loads = list(map(add, loads, some[::-1] if turn % 2 else some))
+    return max(loads)
 
 
 def _low(step: Step, processors: int, high: int) -> Counts:
     """Count tiles of so many rows in stretches; each that a program begins costs a block more."""
-    narrow = step.spec.head_size <= WIDE
-    units = step.tiles(step.spec.gqa_ratio, high, LATENTS if narrow else LATENTS // 2)[2] + ITEM
+    narrow, group = step.spec.head_size <= WIDE, step.spec.gqa_ratio
+    tiles = step.tiles(group, high, LATENTS if narrow else LATENTS // 2)
+    rows = zip(step.alike, tiles, strict=True)
+    runs = [(b + ITEM, n) for alike, runs in rows for b, n in runs[::-1] * alike]
     on_one = 3 if high == LOW and narrow else 2
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
-    share, alike, parts, pieces = _shared(units, slots)
-    begun = -(-len(units) // slots)
-    if not alike:
-        ends = units.cumsum()
-        starts = np.arange(min(slots, -(-int(ends[-1]) // share))) * share
-        last = np.minimum(ends.searchsorted(starts + share), len(ends) - 1)
-        begun = int((last - ends.searchsorted(starts, "right")).max()) + 1
-    area = processors * LATENTS * (LATENTS + high) / 2
-    merged = int(parts > 1)
+    shares = Shares.of(runs, slots)
+    pieces, begun = shares.pieces(runs)
+    fixed = CAPPED if step.spec.logit_soft_cap else 0.5
+    area = processors * LATENTS * (fixed * LATENTS + (1 - fixed) * high)
+    merged = int(shares.parts > 1)
     # A merging program looks for as many parts of its tile as the longest one has.
-    partial = (SHORT_PARTIAL * pieces + merged * len(units) * parts // 4) * high
-    partial //= step.spec.gqa_ratio
-    return step.counts((alike or share) + begun, area, merged, partial, merged * begun)
+    partial = (SHORT_PARTIAL * pieces + merged * shares.number * shares.parts // 4) * high // group
+    return step.counts(shares.length + begun, area, merged, partial, merged * begun)
 
 
-def _shared(units: Ints, slots: int) -> tuple[int, int, int, int]:
-    """Return the share of each slot, 0 or the one if all tiles are taken for equals; parts, pieces."""
-    total, longest, number = int(units.sum()), int(units.max()), len(units)
-    share = max(-(-total // slots), WORTH)
-    alike, parts = _alike(number, longest, slots, share)
-    if alike <= SLACK * total / slots + 1:
-        return share, alike, parts, number * parts * (parts > 1)
-    return share, 0, min(slots, (longest - 2) // share + 2), _cuts(units, share)
+class Shares(NamedTuple):
+    """Units in shares of one length, as TRITON_ATTN cuts them.
+
+    `least`: the shortest length. `alike`: whether all units are taken for as long as the longest.
+    `parts`: of the longest. `number`, `total`: of all units.
+    """
+
+    slots: int
+    least: int
+    length: int
+    alike: bool
+    parts: int
+    number: int
+    total: int
+
+    @classmethod
+    def of(cls, runs: Runs, slots: int) -> Shares:
+        """Return the shares of so many slots."""
+        costs, counts = zip(*runs, strict=True)
+        number, total, longest = sum(counts), sum(map(mul, costs, counts)), max(costs)
+        least = max(-(-total // slots), WORTH)
+        alike, parts = _alike(number, longest, slots, least)
+        if alike <= SLACK * total / slots + 1:
+            return cls(slots, least, alike, True, parts, number, total)
+        parts = min(slots, (longest - 2) // least + 2)
+        return cls(slots, least, least, False, parts, number, total)
+
+    def pieces(self, runs: Runs) -> tuple[int, int]:
+        """Return how many pieces cut units are in, and the most units of a slot."""
+        if self.alike:
+            return self.number * self.parts * (self.parts > 1), -(-self.number // self.slots)
+        return _cuts(_units(runs), self.length)
 
 
 HEADS = {"cut": _cut, "heads": _apart, "whole": _whole}
 """What counts a step over heads, by the name of the way."""
 
 
+def _units(runs: Runs) -> list[int]:
+    """Return each of some runs' numbers by itself."""
+    return [cost for cost, count in runs for _ in range(count)]
+
+
+def _add(work: Work, times: int, runs: Runs) -> None:
+    """Add runs that are repeated. A single one is only longer."""
+    if len(runs) > 1:
+        work.append((times, runs))
+        return
+    if not work or work[-1][0] > 1:
+        work.append((1, []))
+    cost, count = runs[0]
+    work[-1][1].append((cost, count * times))
+
+
+def _ended(work: Work, processors: int, begin: int = 0) -> Ends | float:
+    """Return when the last piece ends, if each goes to the processor that is free first.
+
+    `begin`: what a piece costs beside its own.
+    """
+    number = total = largest = 0
+    least = sys.maxsize
+    for times, runs in work:
+        costs, counts = zip(*runs, strict=True)
+        number += times * sum(counts)
+        total += times * sum(map(mul, costs, counts))
+        largest, least = max(largest, *costs), min(least, *costs)
+    if number <= processors or largest == least:
+        return -(-number // processors) * (largest + begin)
+    total, largest = total + number * begin, largest + begin
+    if number > ROUNDS * processors:
+        return max(largest, total / processors + largest / 2)
+    low, high = max(largest, -(-total // processors)), (total - largest) // processors + largest
+    if low == high:
+        return low
+
+    def deal_out() -> int:
+        costs = [cost for times, runs in work for cost in _units(runs) * times]
+        return _fullest([cost + begin for cost in costs], processors)
+
+    return low, high, deal_out
+
+
 def _end(costs: Ints, processors: int) -> float:
-    """Return when the last piece ends, if each goes to the processor that is free first."""
+    """Return the same of pieces one by one."""
     largest = int(costs.max())
     if len(costs) <= processors or largest == int(costs.min()):
         return -(-len(costs) // processors) * largest
     if len(costs) > ROUNDS * processors:
         return max(largest, int(costs.sum()) / processors + largest / 2)
-    ends: list[int] = costs[:processors].tolist()
+    return _fullest(costs.tolist(), processors)
+
+
+def _fullest(costs: list[int], processors: int) -> int:
+    ends = costs[:processors]
     heapq.heapify(ends)
     replace = heapq.heapreplace
-    for cost in costs[processors:].tolist():
+    for cost in costs[processors:]:
         replace(ends, ends[0] + cost)
     return max(ends)

@@ -13,17 +13,18 @@ the longest row counts by its parts, and items by whether anything is merged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import deal
+from polyattn.selection.dealing import LEAST, Counts, Dealer, deal
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
-Ints = Sequence[int] | npt.NDArray[np.int64]
+Array = npt.NDArray[np.int64]
+Ints = Sequence[int] | Array
 
 
 LONGEST_SHORT = 16
@@ -50,7 +51,7 @@ class StepShape(NamedTuple):
     pairs: int
     tiles: int
     runs: int
-    dealt: Mapping[str, StepShape] = {}
+    dealt: Any = {}
 
 
 NO_DEALS: Mapping[str, int] = {}
@@ -91,13 +92,12 @@ def shape_of_step(
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, deals)
-    seen, most = _seen(spec, 0), int(q.max())
-    runs = len(q)
+    tokens, most, seen = int(q.sum()), int(q.max()), _seen(spec, 0)
+    runs = rows = len(q)
     if count_runs and most > 1:
         runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
-    tokens = int(q.sum())
     group, kv_heads = _heads(spec)
     if 1 < most <= LONGEST_SHORT or (most == 1 and spec.latent is not None):
         pairs = int((q * group + TILE - 1) // TILE @ n) * TILE // group
@@ -108,23 +108,55 @@ def shape_of_step(
         if spec.causal and seen < sys.maxsize:  # what lies before the windows of later tokens
             over = np.maximum(n - seen - 1, 0)
             pairs -= int(over @ (over + 1)) // 2
-    tiles = int((-(-q * group // TALL)).sum()) * kv_heads
-    shape = StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
+    tiles = int(((q * group + TALL - 1) // TALL).sum()) * kv_heads
+    shape = StepShape(rows, tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
     return _dealt(spec, shape, q, n, deals) if deals else shape
 
 
+class Dealt(Mapping[str, StepShape]):
+    """A step's shape as each way of dealing keys out makes it, dealt when it is asked for."""
+
+    def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Dealer | None):
+        self._shape, self._deals, self._dealer = shape, deals, dealer
+        self._known: dict[str, Counts] = {}
+
+    def __getitem__(self, name: str) -> StepShape:
+        if self._dealer is None:
+            return self._shape
+        counts = self._known[name] = self._counts(name).exact()
+        return self._of(counts, counts.pairs)
+
+    def between(self, name: str) -> tuple[StepShape, StepShape]:
+        """Return two shapes whose times bound the exact one's. They cost little."""
+        if self._dealer is None:
+            return self._shape, self._shape
+        counts = self._counts(name)
+        low = self._of(counts, counts.pairs)
+        return low, self._of(counts, counts.most) if counts.deal_out else low
+
+    def _counts(self, name: str) -> Counts:
+        if name not in self._known:
+            assert self._dealer is not None
+            self._known[name] = self._dealer(name, self._deals[name])
+        return self._known[name]
+
+    def _of(self, counts: Counts, pairs: int) -> StepShape:
+        _, _, keys, _, _, tiles, runs, _ = self._shape
+        return StepShape(counts.rows, counts.queries, keys, counts.longest, pairs, tiles, runs)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._deals)
+
+    def __len__(self) -> int:
+        return len(self._deals)
+
+
 def _dealt(
-    spec: LayerSpec,
-    shape: StepShape,
-    queries: npt.NDArray[np.int64],
-    lens: npt.NDArray[np.int64],
-    deals: Mapping[str, int],
+    spec: LayerSpec, shape: StepShape, queries: Array, lens: Array, deals: Mapping[str, int]
 ) -> StepShape:
     """Add the shapes that ways of dealing keys out make of a step."""
-    if not shape.keys:
-        return shape._replace(dealt=dict.fromkeys(deals, shape))
-    counts = deal(spec, queries, lens, _seen(spec, 0), deals)
-    return shape._replace(dealt={n: shape._replace(**c._asdict()) for n, c in counts.items()})
+    dealer = deal(spec, queries, lens, _seen(spec, 0)) if shape.keys else None
+    return shape._replace(dealt=Dealt(shape, deals, dealer))
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -148,14 +180,15 @@ class Form(NamedTuple):
 
 
 def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
-    """Return a function for a call's microseconds on the device. It runs at each decode of an engine."""
+    """Return a function for a call's microseconds on the device. It runs at each decode of an engine.
+
+    It takes the shape that the form's way of dealing keys out makes of the call.
+    """
     launch, item, byte, chain, product, token = weights
-    overlap, whole, by_run, deal = form
+    overlap, whole, by_run, _ = form
 
     def us(shape: StepShape) -> float:
-        rows, queries, keys, longest, pairs, tiles, runs, dealt = shape
-        if deal:
-            rows, queries, _, longest, pairs, *_ = dealt[deal]
+        rows, queries, keys, longest, pairs, tiles, runs, _ = shape
         busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
         if not overlap:
             busy += b + c
@@ -168,9 +201,24 @@ def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
     return us
 
 
+def floor(weights: Sequence[float], form: Form, full: float) -> Callable[[StepShape], float]:
+    """Return a function for what a call's microseconds exceed, whatever way its keys are dealt out.
+
+    `full`: what that way's pairs are of a step's own at the least.
+    """
+    launch, _, byte, _, product, token = weights
+
+    def us(shape: StepShape) -> float:
+        b, c = byte * shape.keys, product * full * shape.pairs
+        busy = (b if b > c else c) if form.overlap else b + c
+        return (launch * shape.runs if form.by_run else launch) + token * shape.queries + busy
+
+    return us
+
+
 def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, float]:
     """Return the microseconds of each term, by the names of `TERMS`; 0 for a hidden term."""
-    values = {}
+    values, shape = {}, shape.dealt[form.deal] if form.deal else shape
     for index, term in enumerate(TERMS):
         alone = [0.0] * len(TERMS)
         alone[index] = weights[index]
@@ -184,15 +232,22 @@ def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, f
 class Weighed(NamedTuple):
     """A backend, what gives its time for layers of one spec, and how that is compared.
 
-    `factor`: what the time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of
-    each run with `by_run`.
+    `timer`: takes a shape that `deal` makes. `floor`: gives what the time exceeds. `factor`: what the
+    time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of each run with
+    `by_run`.
     """
 
     name: str
-    us: Callable[[StepShape], float]
+    timer: Callable[[StepShape], float]
+    floor: Callable[[StepShape], float]
+    deal: str
     factor: float
     host: float
     by_run: bool
+
+    def us(self, shape: StepShape) -> float:
+        """Return the microseconds on the device."""
+        return self.timer(shape.dealt[self.deal] if self.deal else shape)
 
 
 def form_of(model: TimingModel) -> Form:
@@ -224,10 +279,17 @@ class Predictor:
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
             us = timer(model.weights(spec), form_of(model))
+            full = LEAST.get(model.kind, {}).get(model.deal, 1.0)
             if model.deal:
                 self.deals[model.kind][model.deal] = model.processors
             self._weighed[model.kind][model.backend] = Weighed(
-                model.backend, us, 1 + model.margin, model.host or slowest, model.by_run
+                model.backend,
+                us,
+                floor(model.weights(spec), form_of(model), full),
+                model.deal,
+                1 + model.margin,
+                model.host or slowest,
+                model.by_run,
             )
 
     def shape(self, kind: str, queries: Ints, lens: Ints) -> StepShape:
@@ -264,18 +326,30 @@ class Predictor:
 
     @staticmethod
     def fastest(
-        candidates: Iterable[Weighed], shape: StepShape, least: float = float("inf")
+        candidates: Sequence[Weighed], shape: StepShape, least: float = float("inf")
     ) -> str:
-        """Return whose time is the least, margins and hosts counted; "" where none is below `least`."""
-        fastest = ""
-        for name, us_of, factor, host, by_run in candidates:
-            us = us_of(shape) * factor
-            if by_run:
-                host *= shape.runs
+        """Return whose time is the least, margins and hosts counted; "" where none is below `least`.
+
+        Keys are dealt out as far as it takes to know.
+        """
+        times = [(least, -1, least)]  # at the least, whose, at the most
+        for index, (_, timer, floor, way, factor, host, by_run) in enumerate(candidates):
+            us, host = (
+                (floor if way else timer)(shape) * factor,
+                host * shape.runs if by_run else host,
+            )
             us = host if host > us else us
-            if us < least:
-                least, fastest = us, name
-        return fastest
+            times.append((us, index, float("inf") if way else us))
+        while True:
+            times.sort()
+            (_, index, high), *others = times
+            if not others or (high, index) <= others[0]:
+                return candidates[index].name if index >= 0 else ""
+            _, timer, _, way, factor, host, by_run = candidates[index]
+            host = host * shape.runs if by_run else host
+            bounds = shape.dealt.between(way) if high == float("inf") else (shape.dealt[way],) * 2
+            low, high = (max(timer(bound) * factor, host) for bound in bounds)
+            times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""

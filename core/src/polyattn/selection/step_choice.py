@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -35,18 +36,32 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 class CallChoice:
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
-    `times` are the device's microseconds of every candidate that has a model for this `kind` of call.
-    `prices` are the step's with each candidate: what the slower of device and host takes. If the
-    selection's own choice has no model, it stays.
+    `candidates` have a model for this `kind` of call; if the selection's own choice has none, it stays.
+    `others`: the microseconds of the step's other call, the device's and the host's.
     """
 
     phase: str
     kind: str
     rows: str
     shape: StepShape
+    candidates: Sequence[Weighed]
     name: str
-    times: Mapping[str, float]
-    prices: Mapping[str, float]
+    others: tuple[float, float] | None = None
+
+    @cached_property
+    def times(self) -> dict[str, float]:
+        """The device's microseconds with each candidate."""
+        return Predictor.evaluate(self.candidates, self.shape)
+
+    @cached_property
+    def prices(self) -> dict[str, float]:
+        """The step's microseconds with each candidate: what the slower of device and host takes."""
+        us, host = self.others or (0.0, 0.0)
+        apart = APART if self.others else 1.0
+        return {
+            name: max(us + price.us, host + apart * price.host)
+            for name, price in Predictor.prices(self.candidates, self.shape).items()
+        }
 
 
 class Part(NamedTuple):
@@ -121,7 +136,7 @@ class StepChoice:
             self._part("decode", "decode", DECODES, decodes, False),
             self._part("prefill", kind, REST, rest),
         )
-        if any(call.name not in call.times for call in apart):
+        if any(call.name not in [w.name for w in call.candidates] for call in apart):
             return apart  # an unmeasured time can't be compared
         pair = apart[0].prices[apart[0].name]
         candidates = self.predictor.among("mixed", self._mixing)
@@ -167,34 +182,30 @@ class StepChoice:
         The device's times of calls add up, and so do the host's, `APART` counted; the larger sum is what
         the step takes.
         """
-        apart = APART if len(parts) > 1 else 1.0
-        prices = [self.predictor.prices(part.candidates, part.shape) for part in parts]
+        if len(parts) == 1:
+            (part,) = parts
+            name = self.chosen[part.phase]
+            if part.kind == "mixed" or name in [weighed.name for weighed in part.candidates]:
+                name = self.predictor.fastest(part.candidates, part.shape)
+            return (CallChoice(*part, name),)
         options: list[list[tuple[str, Price]]] = []
-        for part, known in zip(parts, prices, strict=True):
-            usual = self.chosen[part.phase]
-            stays = part.kind != "mixed" and usual not in known
-            options.append([(usual, UNKNOWN)] if stays else list(known.items()))
+        for part in parts:
+            usual, known = (
+                self.chosen[part.phase],
+                self.predictor.prices(part.candidates, part.shape),
+            )
+            options.append(list(known.items()) if usual in known else [(usual, UNKNOWN)])
         best: tuple[tuple[str, Price], ...] = ()
         least = float("inf")
         for way in product(*options):
-            us = host = 0.0
-            for _, price in way:
-                us, host = us + price.compared, host + apart * price.host
+            us = sum(price.compared for _, price in way)
+            host = sum(APART * price.host for _, price in way)
             if max(us, host) < least:
                 best, least = way, max(us, host)
-        us = sum(price.us for _, price in best)
-        host = sum(apart * price.host for _, price in best)
-        return tuple(
-            CallChoice(
-                *part[:4],
-                name,
-                {n: p.us for n, p in known.items()},
-                {
-                    n: max(us - own.us + p.us, host - apart * (own.host - p.host))
-                    for n, p in known.items()
-                },
-            )
-            for part, known, (name, own) in zip(parts, prices, best, strict=True)
+        (first, own), (second, other) = best
+        return (
+            CallChoice(*parts[0], first, (other.us, APART * other.host)),
+            CallChoice(*parts[1], second, (own.us, APART * own.host)),
         )
 
 
