@@ -156,6 +156,7 @@ LAYERS = [
     ("int4/every", 64, 40),  # the registers are the values' alone
     ("int8_rows/e4m3_rows", 32, 1024),  # a row's room is the values': more than scratch has to spare
     ("int8", 72, 40), ("int8", 7, 5),  # rows whose scale is the cache's
+    ("nvfp4", 16, 16),  # weights as integers, which AVX-512 has more of than a row has numbers
 ]  # fmt: skip
 
 

@@ -155,9 +155,13 @@ PA_INLINE int64_t query_room([[maybe_unused]] const pa_layer &layer) {
 #endif
   return 0;
 }
+// Floats of a key beside its tile: its numbers, or its weights as integers, which are up to two vectors.
+PA_INLINE int widest_row(const pa_row_format &k, const pa_row_format &v) {
+  return pa_max(pa_max(row_width(k), row_width(v)), 2 * W);
+}
 PA_ONCE int64_t row_scratch(const pa_layer &layer) {
   const pa_row_format k = key_rows(layer), v = value_rows(layer);
-  const int64_t widest = pa_max(row_width(k), row_width(v));
+  const int64_t widest = widest_row(k, v);
   const int64_t floats = (int64_t)(ROW_TILE + W) * (widest + 2 * pa_max(code_width(k), code_width(v)) + 1) +
                          (int64_t)DOT_ROWS * layer.num_kv_heads * (code_width(k) + W) + row_registers(k) +
                          row_registers(v);
@@ -203,7 +207,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     row_scales = arena.template take<float>(ROW_TILE + W);
     units = arena.template take<float>(is.lanes);
     more = arena.template take<int32_t>(is.lanes);
-    floats = arena.template take<float>((int64_t)(ROW_TILE + W) * pa_max(row_width(key), row_width(value)));
+    floats = arena.template take<float>((int64_t)(ROW_TILE + W) * widest_row(key, value));
     q_sums = arena.template take<float>((int64_t)used * sum_width);
     registers = arena.template take<int32_t>(row_registers(key) + row_registers(value));
     unpacked = arena.template take<const char *>(ROW_TILE + W);
