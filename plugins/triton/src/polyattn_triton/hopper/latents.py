@@ -35,6 +35,19 @@ LEFT, RIGHT, TURNED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Parts of a tile: the latents' halves, and the rotated part."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
+SECTORS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+"""Of outputs: four threads have 32 bytes of a row, a sector. As a product leaves them they have 16.
+
+It takes shared memory, for which two programs of `few_heads_kernel` have no room.
+"""
 
 
 @gluon.jit
@@ -83,19 +96,12 @@ def _add_scores(s, q_smem, k_smem, full, n, PART: gl.constexpr):
 
 @gluon.jit
 def store_half(
-    acc, m, l, TO, token0, query_len, start, cut, place, GROUP: gl.constexpr, FORM: gl.constexpr
-):
-    """Store a group's half of the outputs, or of a part that is merged."""
+    acc, m, l, TO, token0, query_len, start, cut, place, GROUP: gl.constexpr, FORM: gl.constexpr,
+    STORED: gl.constexpr = None,
+):  # fmt: skip
+    """Store a group's half of the outputs, or of a part that is merged. `STORED`: as `store_whole`'s."""
     HEADS: gl.constexpr = FORM[0]
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    # Four threads have 32 bytes of a row, a sector; as the product leaves it they have 16.
-    SECTORS: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
-        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, HALF],
-    )
     OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, by, v_scale = TO
     l = gl.convert_layout(l, ROW)
     m = gl.convert_layout(m * by, ROW)
@@ -133,7 +139,7 @@ def store_half(
             HALF,
             64,
             FORM[2] and GROUP == 0,
-            SECTORS,
+            STORED,
         )
 
 
@@ -219,7 +225,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         mbarrier.arrive(q_turns.index(1))
         item += 1
         _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
-        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 1, FORM)
+        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 1, FORM, SECTORS)
 
 
 @gluon.jit
@@ -261,7 +267,7 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         l = row_smem.index(3).load(ROW)
         item += 1
         _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
-        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 0, FORM)
+        store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 0, FORM, SECTORS)
 
 
 @gluon.jit(do_not_specialize=["lse_t", "table_s", "tiles"])
