@@ -96,9 +96,19 @@ def _add_scores(s, q_smem, k_smem, full, n, PART: gl.constexpr):
 
 @gluon.jit
 def store_half(
-    acc, m, l, TO, token0, query_len, start, cut, place, GROUP: gl.constexpr, FORM: gl.constexpr,
+    acc,
+    m,
+    l,
+    TO,
+    token0,
+    query_len,
+    start,
+    cut,
+    place,
+    GROUP: gl.constexpr,
+    FORM: gl.constexpr,
     STORED: gl.constexpr = None,
-):  # fmt: skip
+):
     """Store a group's half of the outputs, or of a part that is merged. `STORED`: as `store_whole`'s."""
     HEADS: gl.constexpr = FORM[0]
     ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
