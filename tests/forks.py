@@ -1,6 +1,6 @@
 """How does a test run Python in a process of its own? By a fork of one that has torch and pytest.
 
-Importing torch takes two seconds of a processor, pytest a quarter of one, Hypothesis an eighth, and
+Importing torch takes two seconds of a processor, pytest a quarter of one, and
 tests start more than a hundred such processes.
 """
 
@@ -73,11 +73,10 @@ def _server() -> subprocess.Popen[bytes]:
 
 def _serve() -> None:
     """Fork for each line that asks, and write the child's number and exit code."""
-    import hypothesis.strategies
     import pytest
     import torch
 
-    assert hypothesis.strategies and pytest.__version__ and torch.__version__
+    assert pytest.__version__ and torch.__version__
     assert "polyattn" not in sys.modules
     gc.freeze()  # children's collections needn't look at these modules' objects
     for line in sys.stdin:

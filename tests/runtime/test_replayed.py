@@ -60,7 +60,7 @@ def of(table: torch.Tensor | None = TABLE, lens: tuple[int, int] = (9, 40), **mo
         (Batch.from_lens([1, 1], [3, 4], TABLE, 8), INPUTS, "block_size=8"),
         (of(mask=CustomMask.tree([[-1], [-1]])), INPUTS, "a mask of kind 'custom'"),
         (of(inputs={"bias": torch.ones(2)}), INPUTS, "inputs can't be replayed"),
-        (of(key_starts=[1, 2]), INPUTS, "key_starts can't be replayed"),
+        (of(key_starts=[1, 2]), INPUTS, "key_starts are for keys that are passed whole"),
         (of(), {"query": INPUTS["query"]}, r"inputs are \['query'\]"),
         (of(), INPUTS | {"bias": torch.zeros(2)}, r"the captured step takes \['key', 'query'"),
         (of(), INPUTS | {"query": torch.zeros(1, 4, 32)}, r"query is \(1, 4, 32\)"),
