@@ -249,6 +249,10 @@ class Weighed(NamedTuple):
         """Return the microseconds on the device."""
         return self.timer(shape.dealt[self.deal] if self.deal else shape)
 
+    def host_us(self, shape: StepShape) -> float:
+        """Return the host's microseconds."""
+        return self.host * shape.runs if self.by_run else self.host
+
 
 def form_of(model: TimingModel) -> Form:
     """Return a model's form."""
@@ -316,11 +320,7 @@ class Predictor:
         """Return each candidate's price for a call of this shape."""
         times = cls.evaluate(candidates, shape)
         return {
-            w.name: Price(
-                times[w.name],
-                times[w.name] * w.factor,
-                w.host * shape.runs if w.by_run else w.host,
-            )
+            w.name: Price(times[w.name], times[w.name] * w.factor, w.host_us(shape))
             for w in candidates
         }
 
@@ -333,22 +333,19 @@ class Predictor:
         Keys are dealt out as far as it takes to know.
         """
         times = [(least, -1, least)]  # at the least, whose, at the most
-        for index, (_, timer, floor, way, factor, host, by_run) in enumerate(candidates):
-            us, host = (
-                (floor if way else timer)(shape) * factor,
-                host * shape.runs if by_run else host,
-            )
-            us = host if host > us else us
-            times.append((us, index, float("inf") if way else us))
+        for index, weighed in enumerate(candidates):
+            us = (weighed.floor if weighed.deal else weighed.timer)(shape) * weighed.factor
+            us = max(us, weighed.host_us(shape))
+            times.append((us, index, float("inf") if weighed.deal else us))
         while True:
             times.sort()
             (_, index, high), *others = times
             if not others or (high, index) <= others[0]:
                 return candidates[index].name if index >= 0 else ""
-            _, timer, _, way, factor, host, by_run = candidates[index]
-            host = host * shape.runs if by_run else host
+            weighed = candidates[index]
+            way, host = weighed.deal, weighed.host_us(shape)
             bounds = shape.dealt.between(way) if high == float("inf") else (shape.dealt[way],) * 2
-            low, high = (max(timer(bound) * factor, host) for bound in bounds)
+            low, high = (max(weighed.timer(bound) * weighed.factor, host) for bound in bounds)
             times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:

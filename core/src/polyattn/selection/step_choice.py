@@ -190,10 +190,8 @@ class StepChoice:
             return (CallChoice(*part, name),)
         options: list[list[tuple[str, Price]]] = []
         for part in parts:
-            usual, known = (
-                self.chosen[part.phase],
-                self.predictor.prices(part.candidates, part.shape),
-            )
+            usual = self.chosen[part.phase]
+            known = self.predictor.prices(part.candidates, part.shape)
             options.append(list(known.items()) if usual in known else [(usual, UNKNOWN)])
         best: tuple[tuple[str, Price], ...] = ()
         least = float("inf")

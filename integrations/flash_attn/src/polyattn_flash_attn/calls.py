@@ -125,9 +125,9 @@ def varlen(
     """
     tensors = query, key, value, *starts, slopes, block_table, *used
     if not compiling():
-        out, lse = _varlen(*tensors, gap, options)
+        out, lse = _varlen(options, *tensors, gap)
     elif _trains(query, key, value):
-        out, lse = untraced(_varlen)(*tensors, gap, options)
+        out, lse = untraced(_varlen)(options, *tensors, gap)
     else:
         out, *rest = torch.ops.polyattn_flash_attn.varlen(*tensors, gap, *options[:7])
         lse = rest[0] if rest else None
@@ -135,6 +135,7 @@ def varlen(
 
 
 def _varlen(
+    options: CallOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,7 +146,6 @@ def _varlen(
     used_queries: Tensor | None,
     used_keys: Tensor | None,
     gap: bool,
-    options: CallOptions,
 ) -> Found:
     queries: Sequence[int] = lens_between(query_starts)
     keys: Sequence[int] = queries
@@ -165,7 +165,7 @@ def _varlen(
 
 
 def _run_varlen(*args: Any) -> list[Tensor]:
-    out, lse = _varlen(*(*args[:10], CallOptions(*args[10:])))
+    out, lse = _varlen(CallOptions(*args[10:]), *args[:10])
     return [out] if lse is None else [out, lse]
 
 

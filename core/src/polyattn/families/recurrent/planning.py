@@ -35,9 +35,10 @@ class PaddingOutput(Op):
 
 def _padding(batch: Batch) -> Iterable[Op]:
     """Yield what writes the padding rows' output; a captured step has none, for rows change there."""
-    padding = (batch.host_lens == 0) & (batch.host_query_lens > 0)
-    if padding.any() and not batch.lens_are_bounds:
-        tokens = np.flatnonzero(np.repeat(padding, batch.host_query_lens))
+    if batch.lens_are_bounds or batch.host_lens.all():
+        return
+    tokens = np.flatnonzero(np.repeat(batch.host_lens == 0, batch.host_query_lens))
+    if len(tokens):
         yield PaddingOutput(upload(tokens, batch.device))
 
 

@@ -93,13 +93,13 @@ bool add_pieces(pa_plan *plan, Items &items, Item item, int32_t split) {
 void join_pieces(pa_plan *plan, Items &items) {
   int64_t left = 0;
   for (int32_t i = 0; i < items.count; i++) left += items.all[i].cost;
-  int32_t kept = 0;
+  int32_t count = 0;
   plan->num_parts = plan->num_groups = 0;
   for (int32_t i = 0, pieces; i < items.count; i += pieces) {
     Item item = items.all[i];
     pieces = item.part < 0 ? 1 : plan->groups[item.group].parts;
     if (pieces == 1) {
-      items.all[kept++] = item;
+      items.all[count++] = item;
       continue;
     }
     int64_t cost = 0;
@@ -113,7 +113,7 @@ void join_pieces(pa_plan *plan, Items &items) {
       item.part = -1;
       item.joined = pieces;
       item.cost = cost;
-      items.all[kept++] = item;
+      items.all[count++] = item;
       continue;
     }
     plan->groups[plan->num_groups] = {plan->num_parts, pieces};
@@ -121,11 +121,11 @@ void join_pieces(pa_plan *plan, Items &items) {
       item = items.all[i + j];
       item.part = plan->num_parts++;
       item.group = plan->num_groups;
-      items.all[kept++] = item;
+      items.all[count++] = item;
     }
     plan->num_groups++;
   }
-  items.count = kept;
+  items.count = count;
 }
 
 int dearer_first(const void *a, const void *b) {

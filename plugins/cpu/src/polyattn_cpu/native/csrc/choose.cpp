@@ -39,13 +39,13 @@ int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room
   }
   std::nth_element(room, room + (left - rank), room + left);
   const uint64_t least = room[left - rank];
-  int32_t kept = 0;
+  int32_t place = 0;
   for (int32_t i = 0; i < n; i++) {  // each is written, as which one stays is hard to predict
     const uint64_t each = numbers[i];
-    numbers[kept] = each;
-    kept += each >= least;
+    numbers[place] = each;
+    place += each >= least;
   }
-  return kept;
+  return place;
 }
 
 void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n) {

@@ -169,7 +169,7 @@ struct Index {
 
   // The next keys from `entry` on that some choice may have, `most` of them at most. Returns how many: 0 at the
   // end, -1 where the table points outside the cache.
-  int keys_from(int32_t &entry, int most, Keys &found) {
+  int keys_from(int32_t &entry, int most, Keys &keys) {
     const int64_t bytes = (int64_t)x.head_size * sizeof(T);
     int32_t stop = item.to;
     for (; x.within && entry < item.to; entry = stop) {
@@ -183,9 +183,9 @@ struct Index {
     const int64_t number = x.table[item.seq * x.table_row + page];
     if (number < 0 || number >= x.num_blocks) return -1;
     const char *key = (const char *)x.keys + number * x.page_bytes;
-    found = {entry, stop - entry, key + from * bytes, key + x.block_size * bytes + from * 4L};
+    keys = {entry, stop - entry, key + from * bytes, key + x.block_size * bytes + from * 4L};
     entry = stop;
-    return found.count;
+    return keys.count;
   }
   // A tile of them at most, to the places from `first` on.
   int find(int32_t &entry, int first) {
