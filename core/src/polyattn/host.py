@@ -35,6 +35,7 @@ from polyattn.runtime.backend import StoreBackend as StoreBackend
 from polyattn.runtime.cache.kv_cache import raw as raw
 from polyattn.runtime.decompositions import by_phase as by_phase
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers as MixedBuffers
+from polyattn.runtime.inputs import asks_gradients as asks_gradients
 from polyattn.runtime.inputs import capturing as capturing
 from polyattn.runtime.inputs import compiling as compiling
 from polyattn.runtime.inputs import own_precision as own_precision

@@ -14,6 +14,7 @@ from polyattn.calls.gradients import Recomputed, gradients
 from polyattn.calls.plans import CallOptions, group_for_call, run_plan
 from polyattn.calls.views import pages_of
 from polyattn.errors import BatchError
+from polyattn.runtime.inputs import asks_gradients
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.host_copies import stored
 
@@ -80,7 +81,7 @@ def attend_packed(
     """
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, options, sinks, alibi_slopes)
-    training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
+    training = asks_gradients(query, *keys[:2])
     if not training and keys.block_table is None:
         lens = _lens(query_lens, keys)
         return attend_whole(

@@ -198,6 +198,22 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def asks_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether gradients are recorded and one of the tensors requires one.
+
+    Args:
+        tensors: the call's tensors, or None.
+
+    Examples:
+        >>> asks_gradients(torch.zeros(1, requires_grad=True), None)
+        True
+
+    """
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
 def refuse_gradients(**tensors: Tensor | None) -> None:
     """Refuse tensors that require a gradient or carry a tangent: backends differentiate nothing.
 

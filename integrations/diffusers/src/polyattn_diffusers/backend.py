@@ -6,14 +6,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention, MochiAttention
 from diffusers.models.modeling_utils import ModelMixin
 from polyattn import PolyattnError
-from polyattn.host import Ledger, compiling, sdpa, sdpa_operator
+from polyattn.host import Ledger, asks_gradients, compiling, sdpa, sdpa_operator
 from torch import Tensor
 
 LEDGER = Ledger("diffusers", "diffusers' native attention")
@@ -110,7 +109,7 @@ def _refused(
         return f"dropout_p={dropout_p}"
     if mask is not None and is_causal:
         return "attn_mask and is_causal together"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+    if asks_gradients(query, key, value):
         return "gradients are asked for"
     return None
 

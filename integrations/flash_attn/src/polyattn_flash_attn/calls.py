@@ -15,6 +15,7 @@ from polyattn.host import (
     NewKeys,
     PackedKeys,
     RotaryTables,
+    asks_gradients,
     attend_cached,
     attend_dense,
     attend_packed,
@@ -69,7 +70,7 @@ def dense(
 
     `torch.compile` traces it as one operator, unless it needs gradients or slopes of each row.
     """
-    plain = not _trains(query, key, value) and (slopes is None or slopes.dim() == 1)
+    plain = not asks_gradients(query, key, value) and (slopes is None or slopes.dim() == 1)
     if plain and compiling():
         fields = options._asdict()
         fields["return_lse"] = fields.pop("needs_lse")
@@ -126,7 +127,7 @@ def varlen(
     tensors = query, key, value, *starts, slopes, block_table, *used
     if not compiling():
         out, lse = _varlen(options, *tensors, gap)
-    elif _trains(query, key, value):
+    elif asks_gradients(query, key, value):
         out, lse = untraced(_varlen)(options, *tensors, gap)
     else:
         out, *rest = torch.ops.polyattn_flash_attn.varlen(*tensors, gap, *options[:7])
@@ -186,10 +187,6 @@ library.define(
 )
 library.impl("varlen", _run_varlen, "CompositeExplicitAutograd")
 torch.library.register_fake("polyattn_flash_attn::varlen", _fake_varlen, lib=library)
-
-
-def _trains(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @untraced

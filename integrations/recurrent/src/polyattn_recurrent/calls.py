@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
+from polyattn.host import asks_gradients
 from torch import Tensor
 from torch.nn.functional import softplus
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
     """Refuse a call that asks for gradients, of parameters too. Raises `PolyattnError`."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if asks_gradients(*tensors):
         raise PolyattnError(
             "gradients are asked for, and recurrences here are forward only; run under torch.no_grad(), "
             "or train after polyattn_recurrent.uninstall() and importing the model's file again"

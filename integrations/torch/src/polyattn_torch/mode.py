@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.host import compiling, sdpa, sdpa_operator
+from polyattn.host import asks_gradients, compiling, sdpa, sdpa_operator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -66,12 +66,7 @@ def scaled_dot_product_attention(
     """
     if dropout_p:
         raise Unserved(f"dropout_p={dropout_p}")
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-    ):
+    if asks_gradients(query, key, value, attn_mask):
         raise Unserved(
             "gradients are asked for; activate_flash_attention_impl('polyattn') gives them"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from polyattn import PolyattnError
-from polyattn.host import CallOptions, attend_dense, compiling, sdpa
+from polyattn.host import CallOptions, asks_gradients, attend_dense, compiling, sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -192,7 +192,7 @@ def _refused(
     for name in others:
         if kwargs.get(name) is not None:
             return f"the argument {name}"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if asks_gradients(*tensors):
         return TRAINING[0]
     if dropout and module.training:
         return TRAINING[1]
