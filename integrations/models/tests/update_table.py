@@ -91,8 +91,8 @@ take `--assume` and `--ignore`.
 A config without `dtype` (in older files `torch_dtype`) is read as bfloat16.
 
 If a checkpoint stores scales for an e4m3 cache (`kv_cache_scheme`, `kv_cache_quant_algo`, Quark's
-`kv_cache_group`), its layers have `kv_cache_dtype="fp8_e4m3"`; for ModelOpt's NVFP4, `"nvfp4"`; for a
-`kv_cache_scheme` of 8-bit integers, `"int8"`. `"auto"` means that scheme, else the model's dtype. vLLM's
+`kv_cache_group`), its layers have `kv_cache_dtype="fp8_e4m3"`. ModelOpt's NVFP4 gives `"nvfp4"`, and a
+`kv_cache_scheme` of 8-bit integers `"int8"`. `"auto"` means that scheme, else the model's dtype. vLLM's
 `int8_per_token_head` and `fp8_per_token_head` are `int8_rows` and `e4m3_rows` here.
 `polyattn_models.cache_scales(folder)` reads the scales, and `polyattn run --weights` uses them. The
 reader refuses any other scheme unless `kv_cache_dtype` names a dtype. A layer that reads another layer's
