@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -126,7 +125,6 @@ def _cut(step: Step, processors: int) -> Counts:
     tops, most = blocks[first], -(-step.most * group // high)
     longest, parts, tokens = largest(tops), 1, step.tokens
     merging = most * heads < FULL * processors and longest > UNCUT
-    times = None
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
         parts, each_parts = -(-longest // limit), (tops + (limit - 1)) // limit
@@ -135,14 +133,8 @@ def _cut(step: Step, processors: int) -> Counts:
             times = np.minimum(each_parts.repeat(each), blocks)
             share = (blocks + times - 1) // times
             blocks = cut(share, blocks - (times - 1) * share, times)
-    costs = blocks + BEGIN
-
-    def dealt() -> list[int]:
-        ends = (each if times is None else np.add.reduceat(times, first)).cumsum().tolist()
-        rows, row_of = pairwise((0, *ends)), costs.tolist()
-        return [cost for start, end in rows for cost in row_of[start:end] * heads]
-
-    ends, area = ended(costs, heads, processors, dealt), processors * high * block
+            each = np.add.reduceat(times, first)
+    ends, area = ended(blocks + BEGIN, processors, heads, each), processors * high * block
     return ends.counts(area, spec.num_heads, int(merging), tokens, merging * parts)
 
 
@@ -151,14 +143,11 @@ def _apart(step: Step, processors: int) -> Counts:
     if step.most <= SHORT:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
-    _, first, blocks = step.tiles(1, high, WIDE)
-
-    def dealt() -> list[int]:
-        rows = np.split(blocks + LIGHT_BEGIN, first[1:])
-        falling = step.lens.argsort(kind="stable")[::-1].tolist()
-        return [cost for row in falling for cost in rows[row].tolist()] * heads
-
-    ends = ended(blocks + LIGHT_BEGIN, heads, processors, dealt)
+    falling = step.lens.argsort(kind="stable")[::-1]
+    queries, lens = step.queries[falling], step.lens[falling]
+    step = Step(step.spec, queries, lens, step.seen, step.tokens, step.most)
+    blocks = step.tiles(1, high, WIDE)[2]
+    ends = ended(blocks + LIGHT_BEGIN, processors, heads)
     read = total(blocks) * heads * WIDE // processors
     return ends.counts(processors * high * WIDE, heads, 0, step.tokens, read)
 
@@ -168,9 +157,8 @@ def _packed(step: Step, processors: int) -> Counts:
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
     mean, slots = step.tokens * group // len(step.lens), 2 * processors
     high = 16 if mean <= 16 else 64 if mean <= 64 or spec.head_size >= 256 else 128
-    keys = step.lens
-    if step.seen is not None:
-        keys = np.minimum(keys, step.seen + 1 + high // group)
+    near = None if step.seen is None else step.seen + 1 + high // group
+    keys = step.lens if near is None else np.minimum(step.lens, near)
     pages, each = (keys + (PAGE - 1)) // PAGE, step.each(group, high)
     room, limit, top = max(1, slots // heads), PIECE // PAGE, largest(pages)
     number, of_all = total(each), int(each @ pages)
@@ -220,8 +208,7 @@ def _whole(step: Step, processors: int) -> Counts:
         tokens = step.tokens + PARTIAL * shares.pieces * WIDE // group
         ends = at(shares.length + begins * shares.begun)
         return ends.counts(area, spec.num_heads, 1, tokens, shares.parts)
-    costs, times = units + begins, (heads, 1) if own else (1, heads)
-    ends = ended(costs, heads, processors, lambda: costs.repeat(times[0]).tolist() * times[1])
+    ends = ended(units + begins, processors, heads, np.ones_like(units) if own else None)
     return ends.counts(area, spec.num_heads, 0, step.tokens, 0)
 
 
@@ -236,23 +223,20 @@ def _turning(units: Ints, slots: int) -> int:
 def _low(step: Step, processors: int, high: int) -> Counts:
     """Count tiles of so many rows in stretches; each that a program begins costs a block more."""
     narrow, group = step.spec.head_size <= WIDE, step.spec.gqa_ratio
-    _, first, blocks = step.tiles(group, high, LOW_TILE if narrow else LOW_TILE // 2)
+    each, first, blocks = step.tiles(group, high, LOW_TILE if narrow else LOW_TILE // 2)
     units = blocks + ITEM
     if len(units) > len(first):  # of a row the first tile first
-        units = np.concatenate([row[::-1] for row in np.split(units, first[1:])])
+        units = units[(2 * first + each - 1).repeat(each) - np.arange(len(units))]
     on_one = 3 if high == LOW and narrow else 2
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
     shares = Shares.of(units, largest(units), slots)
-    begun = shares.begun
     fixed = CAPPED if step.spec.logit_soft_cap else 0.5
     area = processors * LOW_TILE * (fixed * LOW_TILE + (1 - fixed) * high)
     merged = int(shares.parts > 1)
     # A merging program looks for as many parts of its tile as the longest one has.
-    partial = (
-        (SHORT_PARTIAL * shares.pieces + merged * len(units) * shares.parts // 4) * high // group
-    )
-    ends, tokens = at(shares.length + begun), step.tokens + partial
-    return ends.counts(area, step.spec.num_heads, merged, tokens, merged * begun)
+    parts = SHORT_PARTIAL * shares.pieces + merged * len(units) * shares.parts // 4
+    ends, tokens = at(shares.length + shares.begun), step.tokens + parts * high // group
+    return ends.counts(area, step.spec.num_heads, merged, tokens, merged * shares.begun)
 
 
 class Shares(NamedTuple):

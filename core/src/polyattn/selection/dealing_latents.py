@@ -130,14 +130,14 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[End
     units = blocks + item if lanes > 1 else (blocks + item).repeat(each)
     units[::-1].sort()
     if not roles and longest <= max(SLACK * every / programs + 1, share):
-        return at(max(ended(units, 1, programs, units.tolist).exact(), share)), 1, 0
+        return at(max(ended(units, programs).exact(), share)), 1, 0
     while search and share <= limit:  # the long ones in stretches, the others whole
         split = int(np.count_nonzero(units > share))
         long, whole = units[:split], units[split:]
         free, end = programs - -(-total(long) // share), limit + 1.0
         longer = share + -(-share // 16)
         if free > 0 and len(whole):
-            ends = ended(whole, 1, free, whole.tolist)
+            ends = ended(whole, free)
             end = ends.exact() if ends.low < longer else ends.low
         if end <= share:
             return at(share / weight), -(-longest // share), total(-(-long // share)) * lanes

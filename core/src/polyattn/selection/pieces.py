@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ SLACK, FULL, UNCUT = 1.1, 0.8, 4
 """FlashAttention-3 cuts keys into shares of 1.1 of the mean, if the tiles of the longest query leave a
 fifth of the processors free and a row has more than four blocks. So much may even shares differ, too."""
 ROUNDS = 8
-"""Pieces a processor from which on the processors are taken to end together."""
+"""Pieces a processor from which on they aren't dealt one by one: the end is estimated."""
 
 
 class Counts(NamedTuple):
@@ -79,10 +80,10 @@ def largest(numbers: Ints) -> int:
     return int(np.maximum.reduce(numbers))
 
 
-def ended(costs: Ints, times: int, processors: int, dealt: Callable[[], list[int]]) -> Ends:
-    """Return when the last piece ends of some that are dealt out so many times.
+def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = None) -> Ends:
+    """Return when the last of some pieces ends that are dealt out so many times.
 
-    `dealt`: gives what all cost, in turn.
+    `groups`: pieces in turn of each group, which is dealt out as often before the next; None: all in one.
     """
     number, most = len(costs) * times, largest(costs)
     if number <= processors:
@@ -91,10 +92,25 @@ def ended(costs: Ints, times: int, processors: int, dealt: Callable[[], list[int
     if most == least:
         return at(rounds * most)
     if number > ROUNDS * processors:
-        return at(max(most, every / processors + most / 2))
+        # As a piece begins, all are busy with what was dealt before, half of a piece ahead of it.
+        upto = costs.cumsum()
+        group = upto[-1] if groups is None else upto[groups.cumsum() - 1].repeat(groups)
+        last = largest(upto + group * (times - 1) + costs * (processors - 1)) / processors
+        late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
+        half = int(late @ late) / (2 * total(late))  # of a piece that is met at a random time
+        return at(max(most, every / processors, last - half))
     low = max(most, -(-every // processors), rounds * least)
     high = min((every - most) // processors + most, rounds * most)
-    return at(low) if low == high else Ends(low, high, lambda: _fullest(dealt(), processors))
+
+    def deal_out() -> int:
+        dealt = costs.tolist()
+        if groups is None:
+            return _fullest(dealt * times, processors)
+        ends = (0, *groups.cumsum().tolist())
+        dealt = [cost for start, end in pairwise(ends) for cost in dealt[start:end] * times]
+        return _fullest(dealt, processors)
+
+    return at(low) if low == high else Ends(low, high, deal_out)
 
 
 def _fullest(costs: list[int], processors: int) -> int:
@@ -143,7 +159,7 @@ class Rows(NamedTuple):
         if pieces * times <= processors:
             return at(largest(share) + begin)
         costs = cut(share.repeat(each), last.repeat(each), parts.repeat(each)) + begin
-        return ended(costs, times, processors, lambda: list(costs.repeat(times).tolist()))
+        return ended(costs, processors, times, np.ones_like(costs) if times > 1 else None)
 
 
 def alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:

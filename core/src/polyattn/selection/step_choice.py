@@ -137,11 +137,8 @@ class StepChoice:
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
-        takes = [
-            n
-            for n, info in self.phases["decode"].items()
-            if info.capabilities.decode_query_lens >= longest
-        ]
+        infos = self.phases["decode"].values()
+        takes = [i.name for i in infos if i.capabilities.decode_query_lens >= longest]
         usual = "decode" if self.chosen["decode"] in takes else "prefill"
         captured = self.spec.graph_capture >= GraphCapture.UNIFORM
         among = [*takes, *self.phases["prefill"]]
@@ -185,14 +182,12 @@ class StepChoice:
             usual = self.chosen[part.phase]
             known = self.predictor.prices(part.candidates, part.shape)
             options.append(list(known.items()) if usual in known else [(usual, UNKNOWN)])
-        best: tuple[tuple[str, Price], ...] = ()
-        least = float("inf")
-        for way in product(*options):
-            us = sum(price.compared for _, price in way)
-            host = sum(APART * price.host for _, price in way)
-            if max(us, host) < least:
-                best, least = way, max(us, host)
-        (first, own), (second, other) = best
+
+        def us(way: Sequence[tuple[str, Price]]) -> float:
+            prices = [price for _, price in way]
+            return max(sum(p.compared for p in prices), sum(APART * p.host for p in prices))
+
+        (first, own), (second, other) = min(product(*options), key=us)
         return (
             CallChoice(*parts[0][:5], first, (other.us, APART * other.host)),
             CallChoice(*parts[1][:5], second, (own.us, APART * own.host)),
