@@ -17,8 +17,8 @@ BEGIN = 2
 SLACK, FULL, UNCUT = 1.1, 0.8, 4
 """FlashAttention-3 cuts keys into shares of 1.1 of the mean, if the tiles of the longest query leave a
 fifth of the processors free and a row has more than four blocks. So much may even shares differ, too."""
-ROUNDS = 8
-"""Pieces a processor from which on they aren't dealt one by one: the end is estimated."""
+ROUNDS, MANY = 8, 1056
+"""Pieces a processor, and in all, from which on they aren't dealt one by one: the end is estimated."""
 
 
 class Counts(NamedTuple):
@@ -91,16 +91,15 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     every, least, rounds = total(costs) * times, -largest(-costs), -(-number // processors)
     if most == least:
         return at(rounds * most)
-    if number > ROUNDS * processors:
-        # As a piece begins, all are busy with what was dealt before, half of a piece ahead of it.
-        upto = costs.cumsum()
-        group = upto[-1] if groups is None else upto[groups.cumsum() - 1].repeat(groups)
-        last = largest(upto + group * (times - 1) + costs * (processors - 1)) / processors
+    # As a piece begins, all are busy with what was dealt before: for its share of that at the most.
+    upto = costs.cumsum()
+    group = upto[-1] if groups is None else upto[groups.cumsum() - 1].repeat(groups)
+    last = largest(upto + group * (times - 1) + costs * (processors - 1)) / processors
+    if number > min(ROUNDS * processors, MANY):
         late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
         half = int(late @ late) / (2 * total(late))  # of a piece that is met at a random time
         return at(max(most, every / processors, last - half))
-    low = max(most, -(-every // processors), rounds * least)
-    high = min((every - most) // processors + most, rounds * most)
+    low, high = max(most, -(-every // processors), rounds * least), min(int(last), rounds * most)
 
     def deal_out() -> int:
         dealt = costs.tolist()
