@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import LEAST, Counts, Dealer, deal
+from polyattn.selection.dealing import LEAST, Dealer, deal
+from polyattn.selection.pieces import Counts
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
@@ -75,7 +76,7 @@ def shape_of_decodes(
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
     shape = StepShape(rows, rows, keys, longest, pairs, tiles, rows)
-    return _dealt(spec, shape, np.ones(rows, np.int64), lens, deals) if deals else shape
+    return _dealt(spec, shape, np.ones(rows, np.int64), lens, 1, deals) if deals else shape
 
 
 def shape_of_step(
@@ -91,7 +92,7 @@ def shape_of_step(
     """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
-        return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, deals)
+        return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, 0, deals)
     tokens, most, seen = int(q.sum()), int(q.max()), _seen(spec, 0)
     runs = rows = len(q)
     if count_runs and most > 1:
@@ -110,39 +111,28 @@ def shape_of_step(
             pairs -= int(over @ (over + 1)) // 2
     tiles = int(((q * group + TALL - 1) // TALL).sum()) * kv_heads
     shape = StepShape(rows, tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
-    return _dealt(spec, shape, q, n, deals) if deals else shape
+    return _dealt(spec, shape, q, n, most, deals) if deals else shape
 
 
 class Dealt(Mapping[str, StepShape]):
     """A step's shape as each way of dealing keys out makes it, dealt when it is asked for."""
 
-    def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Dealer | None):
+    def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Dealer):
         self._shape, self._deals, self._dealer = shape, deals, dealer
         self._known: dict[str, Counts] = {}
 
     def __getitem__(self, name: str) -> StepShape:
-        if self._dealer is None:
-            return self._shape
-        counts = self._known[name] = self._counts(name).exact()
-        return self._of(counts, counts.pairs)
+        return self.between(name, exact=True)[0]
 
-    def between(self, name: str) -> tuple[StepShape, StepShape]:
+    def between(self, name: str, exact: bool = False) -> tuple[StepShape, StepShape]:
         """Return two shapes whose times bound the exact one's. They cost little."""
-        if self._dealer is None:
-            return self._shape, self._shape
-        counts = self._counts(name)
-        low = self._of(counts, counts.pairs)
-        return low, self._of(counts, counts.most) if counts.deal_out else low
-
-    def _counts(self, name: str) -> Counts:
-        if name not in self._known:
-            assert self._dealer is not None
-            self._known[name] = self._dealer(name, self._deals[name])
-        return self._known[name]
-
-    def _of(self, counts: Counts, pairs: int) -> StepShape:
+        counts = self._known.get(name) or self._dealer(name, self._deals[name])
+        self._known[name] = counts = counts.exact() if exact else counts
         _, _, keys, _, _, tiles, runs, _ = self._shape
-        return StepShape(counts.rows, counts.queries, keys, counts.longest, pairs, tiles, runs)
+        low = StepShape(
+            counts.rows, counts.queries, keys, counts.longest, counts.pairs, tiles, runs
+        )
+        return low, low._replace(pairs=counts.most) if counts.deal_out else low
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._deals)
@@ -152,11 +142,18 @@ class Dealt(Mapping[str, StepShape]):
 
 
 def _dealt(
-    spec: LayerSpec, shape: StepShape, queries: Array, lens: Array, deals: Mapping[str, int]
+    spec: LayerSpec,
+    shape: StepShape,
+    queries: Array,
+    lens: Array,
+    most: int,
+    deals: Mapping[str, int],
 ) -> StepShape:
-    """Add the shapes that ways of dealing keys out make of a step."""
-    dealer = deal(spec, queries, lens, _seen(spec, 0)) if shape.keys else None
-    return shape._replace(dealt=Dealt(shape, deals, dealer))
+    """Add the shapes that ways of dealing keys out make of a step. `most`: tokens of a row."""
+    sums = (shape.queries, most, shape.longest)
+    plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
+    dealer = deal(spec, queries, lens, _seen(spec, 0), sums) if shape.keys else lambda *_: plain
+    return StepShape(*shape[:-1], Dealt(shape, deals, dealer))
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -342,10 +339,12 @@ class Predictor:
             (_, index, high), *others = times
             if not others or (high, index) <= others[0]:
                 return candidates[index].name if index >= 0 else ""
-            weighed = candidates[index]
-            way, host = weighed.deal, weighed.host_us(shape)
-            bounds = shape.dealt.between(way) if high == float("inf") else (shape.dealt[way],) * 2
-            low, high = (max(weighed.timer(bound) * weighed.factor, host) for bound in bounds)
+            weighed, dealt = candidates[index], shape.dealt
+            way, factor, host = weighed.deal, weighed.factor, weighed.host_us(shape)
+            below, above = dealt.between(way) if high == float("inf") else (dealt[way],) * 2
+            low = high = max(weighed.timer(below) * factor, host)
+            if above is not below:
+                high = max(weighed.timer(above) * factor, host)
             times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
@@ -366,4 +365,4 @@ def kind_of_step(queries: Ints, lens: Ints) -> str:
         return "short"
     if q.min() <= 1:
         return "mixed"
-    return "prefill" if np.array_equal(q, lens) else "chunked"
+    return "prefill" if (q == lens).all() else "chunked"

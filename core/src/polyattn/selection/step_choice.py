@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -32,11 +30,11 @@ rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 
-@dataclass(frozen=True)
-class CallChoice:
+class CallChoice(NamedTuple):
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
     `candidates` have a model for this `kind` of call; if the selection's own choice has none, it stays.
+    `name`: the backend, empty before it is chosen.
     `others`: the microseconds of the step's other call, the device's and the host's.
     """
 
@@ -45,15 +43,15 @@ class CallChoice:
     rows: str
     shape: StepShape
     candidates: Sequence[Weighed]
-    name: str
+    name: str = ""
     others: tuple[float, float] | None = None
 
-    @cached_property
+    @property
     def times(self) -> dict[str, float]:
         """The device's microseconds with each candidate."""
         return Predictor.evaluate(self.candidates, self.shape)
 
-    @cached_property
+    @property
     def prices(self) -> dict[str, float]:
         """The step's microseconds with each candidate: what the slower of device and host takes."""
         us, host = self.others or (0.0, 0.0)
@@ -62,16 +60,6 @@ class CallChoice:
             name: max(us + price.us, host + apart * price.host)
             for name, price in Predictor.prices(self.candidates, self.shape).items()
         }
-
-
-class Part(NamedTuple):
-    """Rows of a step that one call may run, and the backends for it."""
-
-    phase: str
-    kind: str
-    rows: str
-    shape: StepShape
-    candidates: list[Weighed]
 
 
 class StepChoice:
@@ -145,21 +133,19 @@ class StepChoice:
         whole = self.predictor.shape("mixed", q, n)
         if not self.predictor.fastest(candidates, whole, pair):
             return apart
-        return self._fastest(Part("prefill", "mixed", ALL, whole, candidates))
+        return self._fastest(CallChoice("prefill", "mixed", ALL, whole, candidates))
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
-        takes = [
-            n
-            for n, info in self.phases["decode"].items()
-            if info.capabilities.decode_query_lens >= longest
-        ]
+        infos = self.phases["decode"].values()
+        takes = [i.name for i in infos if i.capabilities.decode_query_lens >= longest]
         usual = "decode" if self.chosen["decode"] in takes else "prefill"
         captured = self.spec.graph_capture >= GraphCapture.UNIFORM
         among = [*takes, *self.phases["prefill"]]
-        (call,) = self._fastest(self._part(usual, "short", ALL, shape, captured, among))
-        phase = usual if call.name == self.chosen[usual] else "decode"
-        return replace(call, phase=phase if call.name in takes else "prefill")
+        part = self._part(usual, "short", ALL, shape, captured, among)
+        name = self._alone(part)
+        phase = usual if name == self.chosen[usual] else "decode"
+        return CallChoice(phase if name in takes else "prefill", *part[1:5], name)
 
     def _part(
         self,
@@ -169,41 +155,42 @@ class StepChoice:
         shape: StepShape,
         captured: bool | None = None,
         among: Iterable[str] | None = None,
-    ) -> Part:
+    ) -> CallChoice:
         """Return a call with its candidates; a captured one costs the host nothing."""
         candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
         if captured or (captured is None and kind == "decode" and self.spec.graph_capture):
             candidates = self.predictor.captured(candidates)
-        return Part(phase, kind, rows, shape, candidates)
+        return CallChoice(phase, kind, rows, shape, candidates)
 
-    def _fastest(self, *parts: Part) -> tuple[CallChoice, ...]:
+    def _alone(self, part: CallChoice) -> str:
+        """Return the backend of a step of one call; the selection's own if that has no time."""
+        name = self.chosen[part.phase]
+        if part.kind == "mixed" or any(name == weighed.name for weighed in part.candidates):
+            return self.predictor.fastest(part.candidates, part.shape)
+        return name
+
+    def _fastest(self, *parts: CallChoice) -> tuple[CallChoice, ...]:
         """Give each call of a step its backend; without a time of the selection's own, that one stays.
 
         The device's times of calls add up, and so do the host's, `APART` counted; the larger sum is what
         the step takes.
         """
         if len(parts) == 1:
-            (part,) = parts
-            name = self.chosen[part.phase]
-            if part.kind == "mixed" or name in [weighed.name for weighed in part.candidates]:
-                name = self.predictor.fastest(part.candidates, part.shape)
-            return (CallChoice(*part, name),)
+            return (CallChoice(*parts[0][:5], self._alone(parts[0])),)
         options: list[list[tuple[str, Price]]] = []
         for part in parts:
             usual = self.chosen[part.phase]
             known = self.predictor.prices(part.candidates, part.shape)
             options.append(list(known.items()) if usual in known else [(usual, UNKNOWN)])
-        best: tuple[tuple[str, Price], ...] = ()
-        least = float("inf")
-        for way in product(*options):
-            us = sum(price.compared for _, price in way)
-            host = sum(APART * price.host for _, price in way)
-            if max(us, host) < least:
-                best, least = way, max(us, host)
-        (first, own), (second, other) = best
+
+        def us(way: Sequence[tuple[str, Price]]) -> float:
+            prices = [price for _, price in way]
+            return max(sum(p.compared for p in prices), sum(APART * p.host for p in prices))
+
+        (first, own), (second, other) = min(product(*options), key=us)
         return (
-            CallChoice(*parts[0], first, (other.us, APART * other.host)),
-            CallChoice(*parts[1], second, (own.us, APART * own.host)),
+            CallChoice(*parts[0][:5], first, (other.us, APART * other.host)),
+            CallChoice(*parts[1][:5], second, (own.us, APART * own.host)),
         )
 
 

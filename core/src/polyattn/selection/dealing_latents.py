@@ -1,0 +1,169 @@
+"""How libraries deal latents out: a row's tiles are alike, each sees all keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from polyattn.selection.pieces import (
+    BEGIN,
+    FULL,
+    SLACK,
+    UNCUT,
+    Counts,
+    Ends,
+    Ints,
+    Rows,
+    alike,
+    at,
+    ended,
+    largest,
+    on_line,
+    total,
+)
+
+TILE = 64
+"""Rows of a tile, and keys of a block."""
+PADDED_BEGIN = 5
+"""Blocks that a row, or a share, costs FlashMLA beside its own."""
+PAGES = ((8, 32), (16, 64), (32, 128), (64, 192))
+"""Up to how many keys on the average FlashInfer's pieces have so many; beyond, multiples of 256."""
+FEW_HEADS, LOW = 32, 16
+"""Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows."""
+
+
+class Tiles(NamedTuple):
+    """A step's tiles of rows of (token, head), all of one size.
+
+    `each`: a row's tiles, `keys` and `blocks`: what these go through. `most` and `longest`: the most
+    tiles and blocks of a row. `number`, `total`: tiles and blocks in all.
+    """
+
+    each: Ints
+    keys: Ints
+    blocks: Ints
+    most: int
+    longest: int
+    number: int
+    total: int
+
+
+class Latents:
+    """A step over latents: its rows, and their tiles by height and by whether they are padded.
+
+    `group`: heads, which all have the same keys, since they are absorbed.
+    """
+
+    def __init__(self, group: int, queries: Ints, lens: Ints, tokens: int, longest: int):
+        self.group, self.queries, self.lens = group, queries, lens
+        self.tokens, self.longest = tokens, longest
+        self._tiles: dict[tuple[int, bool], Tiles] = {}
+
+    def deal(self, name: str, processors: int) -> Counts:
+        """Count a way of dealing keys out to so many processors."""
+        rows, group, longest, tokens = len(self.lens), self.group, self.longest, self.tokens
+        high = TILE
+        if name == "pages" and tokens * group > high * rows:
+            high, processors = 2 * high, processors // 2  # two processors share a tile
+        padded = name == "padded" and tokens < longest * rows
+        tiles = self._tiles.get((high, padded)) or self._cut(high, padded)
+        tokens = longest * rows if padded else tokens
+        height = min(high, longest * group)
+        if name == "padded":
+            ends, merged = _padded(tiles, processors)
+        elif name == "even":
+            few = longest == 1 and group <= FEW_HEADS
+            if few:
+                height = LOW if group <= LOW else FEW_HEADS
+            ends, parts, pieces = _stretched(tiles, rows, processors, few)
+            merged = parts + pieces * height // high if parts > 1 else 0
+        else:
+            ends, parts, pieces = _pieces(name, tiles, processors)
+            merged = parts + pieces // 4 if parts > 1 else 0
+        if name in ("even", "pages"):
+            tokens += processors * height // group
+        return ends.counts(processors * high * TILE, group, int(merged > 0), tokens, merged)
+
+    def _cut(self, high: int, padded: bool) -> Tiles:
+        lens, rows, most = self.lens, len(self.lens), -(-self.longest * self.group // high)
+        each = np.full_like(lens, most)
+        if not padded and self.longest * rows > self.tokens:
+            each = (self.queries * self.group + high - 1) // high
+            if not each.all():
+                lens, each = lens[each > 0], each[each > 0]
+        blocks = (lens + TILE - 1) // TILE
+        longest, number = largest(blocks), total(each)
+        tiles = Tiles(each, lens, blocks, most, longest, number, int(each @ blocks))
+        self._tiles[high, padded] = tiles
+        return tiles
+
+
+def _padded(tiles: Tiles, processors: int) -> tuple[Ends, int]:
+    """Return when FlashMLA's fullest processor ends; the longest row's parts, 0 of an uncut one."""
+    blocks = total(tiles.blocks) + PADDED_BEGIN * len(tiles.blocks)
+    share = -(-blocks // max(1, processors // tiles.most)) + PADDED_BEGIN
+    return at(share), -(-tiles.longest // share) if tiles.longest > share else 0
+
+
+def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[Ends, int, int]:
+    """Return when TRITON_MLA's fullest program ends; the longest row's parts; pieces of cut tiles.
+
+    `few`: two programs share a processor, so that a block takes half of it.
+    """
+    each, _, blocks, most, longest, number, every = tiles
+    roles = few or number >= 2 * rows  # a kernel whose pipeline is deeper
+    item, least = (1, 0) if few else (4, 0) if roles else (2, 2)
+    programs, lanes, weight = processors * (1 + few), 1, 1 + few
+    every, longest = every + item * number, longest + item
+    if 1 < most <= programs <= SLACK * (programs - programs % most) and number == most * rows:
+        # Tiles of a row lie side by side.
+        programs, lanes, number, every = programs // most, most, rows, every // most
+    share = first = max(-(-every // programs), item + least)
+    one, parts = alike(number, longest, programs, share)
+    length = parts * one if number <= programs else longest
+    limit = int(SLACK * share) + 2 * item
+    search = roles and number <= 8 * programs
+    search = search and int(np.minimum.reduce(blocks)) + item <= min(limit, 2 * share)
+    if one <= SLACK * every / programs + 1 and not (search and length * number == every):
+        return at(one / weight), parts, number * parts * lanes
+    units = blocks + item if lanes > 1 else (blocks + item).repeat(each)
+    units[::-1].sort()
+    if not roles and longest <= max(SLACK * every / programs + 1, share):
+        return at(max(ended(units, programs).exact(), share)), 1, 0
+    while search and share <= limit:  # the long ones in stretches, the others whole
+        split = int(np.count_nonzero(units > share))
+        long, whole = units[:split], units[split:]
+        free, end = programs - -(-total(long) // share), limit + 1.0
+        longer = share + -(-share // 16)
+        if free > 0 and len(whole):
+            ends = ended(whole, free)
+            end = ends.exact() if ends.low < longer else ends.low
+        if end <= share:
+            return at(share / weight), -(-longest // share), total(-(-long // share)) * lanes
+        share = max(share + 1, min(int(end), longer))
+    starts, lasts = on_line(units, first)
+    pieces = total(lasts - starts) + int(np.count_nonzero(lasts > starts))
+    return at(first / weight), (longest - 3 + first) // first + 1, pieces * lanes
+
+
+def _pieces(name: str, tiles: Tiles, processors: int) -> tuple[Ends, int, int]:
+    """Return when the fullest processor ends; the longest row's parts; pieces of cut tiles.
+
+    Where FlashAttention-3 cuts some tiles, it merges all.
+    """
+    each, keys, blocks, most, longest, _, every = tiles
+    merging = name == "cut" and most < FULL * processors and longest > UNCUT
+    if name == "pages":
+        mean = max(1, -(-int(each @ keys) // processors))
+        few = (limit for top, limit in PAGES if mean <= top)
+        limit = next(few, -(-mean // 256) * 256)
+        pieces = Rows.of(each, keys, limit, unit=TILE)
+    else:
+        limit = -(-int(every * 11) // (10 * processors)) if merging else longest
+        pieces = Rows.of(each, blocks, limit, even=True)
+    ends = pieces.ended(BEGIN, 1, processors)
+    if merging:
+        return ends, max(2, pieces.most), pieces.pieces
+    merged = int(each @ (pieces.parts * (pieces.parts > 1))) if pieces.most > 1 else 0
+    return ends, pieces.most, merged

@@ -1,0 +1,175 @@
+"""When does the last of some pieces end, if each goes to the processor that is free first?"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+BEGIN = 2
+"""Blocks that a tile, or a piece of one, costs beside its own."""
+SLACK, FULL, UNCUT = 1.1, 0.8, 4
+"""FlashAttention-3 cuts keys into shares of 1.1 of the mean, if the tiles of the longest query leave a
+fifth of the processors free and a row has more than four blocks. So much may even shares differ, too."""
+ROUNDS, MANY = 8, 1056
+"""Pieces a processor, and in all, from which on they aren't dealt one by one: the end is estimated."""
+
+
+class Counts(NamedTuple):
+    """What takes the place of a step's rows, queries, longest row and pairs of a token and a key.
+
+    `rows`: 1 if anything is merged. `longest`: parts of the longest row, if it is; over latents some of
+    all pieces beside; of low tiles the most of a program; of heads apart the keys that a processor reads.
+    `queries`: tokens, and what their parts are in these; over latents, where a program's own rows
+    count, each processor has a tile more. `pairs`: as many as if all processors had what the fullest
+    one has; `deal_out` tells them where they are bounds: `pairs` at the least, `most` at the most.
+    """
+
+    rows: int
+    queries: int
+    longest: int
+    pairs: int
+    most: int
+    deal_out: Callable[[], int] | None = None
+
+    def exact(self) -> Counts:
+        """Return the counts with pairs that aren't bounds."""
+        if self.deal_out is None:
+            return self
+        pairs = self.deal_out()
+        return self._replace(pairs=pairs, most=pairs, deal_out=None)
+
+
+class Ends(NamedTuple):
+    """When the last piece ends: between two times, and what tells the exact one where they differ."""
+
+    low: float
+    high: float
+    deal_out: Callable[[], float] | None = None
+
+    def exact(self) -> float:
+        """Return the time itself."""
+        return self.deal_out() if self.deal_out else self.low
+
+    def counts(self, area: float, heads: int, merged: int, queries: float, longest: int) -> Counts:
+        """Return the counts of a processor that has so many blocks of an area in (row, key)."""
+        low, high, deal_out = self
+        exact = (lambda: int(deal_out() * area) // heads) if deal_out else None
+        pairs, most = int(low * area) // heads, int(high * area) // heads
+        return Counts(merged, int(queries), longest, pairs, most, exact)
+
+
+def at(time: float) -> Ends:
+    """Return the ends that are known."""
+    return Ends(time, time)
+
+
+def total(numbers: Ints) -> int:
+    """Return the sum."""
+    return int(np.add.reduce(numbers))
+
+
+def largest(numbers: Ints) -> int:
+    """Return the largest."""
+    return int(np.maximum.reduce(numbers))
+
+
+def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = None) -> Ends:
+    """Return when the last of some pieces ends that are dealt out so many times.
+
+    `groups`: pieces in turn of each group, which is dealt out as often before the next; None: all in one.
+    """
+    number, most = len(costs) * times, largest(costs)
+    if number <= processors:
+        return at(most)
+    every, least, rounds = total(costs) * times, -largest(-costs), -(-number // processors)
+    if most == least:
+        return at(rounds * most)
+    # As a piece begins, all are busy with what was dealt before: for its share of that at the most.
+    upto = costs.cumsum()
+    group = upto[-1] if groups is None else upto[groups.cumsum() - 1].repeat(groups)
+    last = largest(upto + group * (times - 1) + costs * (processors - 1)) / processors
+    if number > min(ROUNDS * processors, MANY):
+        late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
+        half = int(late @ late) / (2 * total(late))  # of a piece that is met at a random time
+        return at(max(most, every / processors, last - half))
+    low, high = max(most, -(-every // processors), rounds * least), min(int(last), rounds * most)
+
+    def deal_out() -> int:
+        dealt = costs.tolist()
+        if groups is None:
+            return _fullest(dealt * times, processors)
+        ends = (0, *groups.cumsum().tolist())
+        dealt = [cost for start, end in pairwise(ends) for cost in dealt[start:end] * times]
+        return _fullest(dealt, processors)
+
+    return at(low) if low == high else Ends(low, high, deal_out)
+
+
+def _fullest(costs: list[int], processors: int) -> int:
+    ends = costs[:processors]
+    heapq.heapify(ends)
+    replace = heapq.heapreplace
+    for cost in costs[processors:]:
+        replace(ends, ends[0] + cost)
+    return max(ends)
+
+
+def cut(share: Ints, last: Ints, parts: Ints) -> Ints:
+    """Return the pieces of tiles, each in so many, of one size but for the last."""
+    pieces = share.repeat(parts)
+    pieces[parts.cumsum() - 1] = last
+    return pieces
+
+
+class Rows(NamedTuple):
+    """Rows' tiles in pieces of one size but for the last.
+
+    `each`: a row's tiles. `parts`, `share`, `last`: a tile's pieces, and their sizes. `most`: the most
+    pieces of a tile. `pieces`: of all.
+    """
+
+    each: Ints
+    parts: Ints
+    share: Ints
+    last: Ints
+    most: int
+    pieces: int
+
+    @classmethod
+    def of(cls, each: Ints, sizes: Ints, limit: int, even: bool = False, unit: int = 1) -> Rows:
+        """Return tiles in pieces of so much, or of even shares of that; they count in units."""
+        parts = np.maximum((sizes + (limit - 1)) // limit, 1)
+        share = (sizes + parts - 1) // parts if even else np.minimum(sizes, limit)
+        last = sizes - (parts - 1) * share
+        if unit > 1:
+            last, share = (last + (unit - 1)) // unit, (share + (unit - 1)) // unit
+        return cls(each, parts, share, last, largest(parts), int(each @ parts))
+
+    def ended(self, begin: int, times: int, processors: int) -> Ends:
+        """Return when the last piece ends, each so many times. `begin`: what it costs beside its own."""
+        each, parts, share, last, _, pieces = self
+        if pieces * times <= processors:
+            return at(largest(share) + begin)
+        costs = cut(share.repeat(each), last.repeat(each), parts.repeat(each)) + begin
+        return ended(costs, processors, times, np.ones_like(costs) if times > 1 else None)
+
+
+def alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:
+    """Return a program's share, and a tile's parts, if all tiles are taken for as long as the longest."""
+    if number > programs:
+        return -(-number // programs) * longest, 1
+    share = max(-(-longest // (programs // number)), least)
+    return share, -(-longest // share)
+
+
+def on_line(units: Ints, share: int) -> tuple[Ints, Ints]:
+    """Return the first and the last share that each unit is in, if they lie on a line."""
+    ends = units.cumsum()
+    return (ends - units) // share, (ends - 1) // share
