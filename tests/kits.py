@@ -42,7 +42,7 @@ PARTS = pytest.mark.parametrize(
         pytest.param((), marks=pytest.mark.sweep, id="whole"),
     ],
 )
-"""A kit in CI (`sampled.py`) and in the sweep: searches and random batches join features, too."""
+"""A kit in CI (`sampled.py`) and in the sweep."""
 
 
 def conforms(
