@@ -26,7 +26,7 @@ def kit(
         ran = python(
             "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "polyattn.conformance",
             "--polyattn-backend", backend, "--polyattn-device", device, *DRAWS,
-            "--polyattn-report", report, *options, cwd="/", seconds=7200,
+            "--polyattn-report", report, *options, cwd="/", seconds=7200, traces=True,
             **{**variables, "PYTHONPATH": os.pathsep.join(folders)},
         )  # fmt: skip
         counts: dict[str, int] = json.loads(report.read_text()) if report.is_file() else {}
