@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -27,18 +28,24 @@ OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen
 
 
 def python(
-    *words: str | Path, seconds: float = 300, cwd: str | Path = "", **variables: str
+    *words: str | Path,
+    seconds: float = 300,
+    cwd: str | Path = "",
+    traces: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run what `python *words` runs, with variables beside the environment's; returns what it prints.
 
     `words` begin with a script, `-m` or `-c`. What Python, OpenMP or torch read when they start, they
-    read of this process' environment.
+    read of this process' environment. `traces`: the process has what traces a format's rows, two seconds
+    of a processor; Triton is imported, so that its interpreter can't be asked for.
     """
     first, *rest = map(str, words)
     environ = {**os.environ, **variables}
     if "PALLAS_INTERPRET" in environ:
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS}"
-    server, cwd = _server(), str(Path(cwd).resolve())
+    traces &= "TRITON_INTERPRET" not in environ
+    server, cwd = _server(traces), str(Path(cwd).resolve())
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         asked = {
@@ -62,9 +69,9 @@ def python(
 
 
 @cache
-def _server() -> subprocess.Popen[bytes]:
+def _server(traces: bool) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
-        [sys.executable, __file__], env={**os.environ, "PYTHONPATH": ""}, bufsize=0,
+        [sys.executable, __file__, *["traces"] * traces], env={**os.environ, "PYTHONPATH": ""}, bufsize=0,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     atexit.register(server.communicate)  # which ends it
@@ -77,6 +84,8 @@ def _serve() -> None:
     import torch
 
     assert pytest.__version__ and torch.__version__
+    if sys.argv[1:]:
+        importlib.import_module("torch._inductor")
     assert "polyattn" not in sys.modules
     gc.freeze()  # children's collections needn't look at these modules' objects
     for line in sys.stdin:

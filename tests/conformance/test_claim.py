@@ -1,4 +1,4 @@
-"""`polyattn claim` writes exactly what a function can do: ten functions whose abilities are known."""
+"""`polyattn claim` writes exactly what a function can do: functions whose abilities are known."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ def windowed(
     return plain(query, key, value, scale, window)[0]
 
 
+def bare(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: tuple[int, int]
+) -> Tensor:
+    """What `no_gqa`, `only_bf16` and `windowed` can't do, in one."""
+    assert query.dtype == torch.bfloat16 and query.shape[1] == key.shape[1]
+    return windowed(query, key, value, scale, window)
+
+
 def with_lse(
     query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, return_lse: bool
 ) -> Any:
@@ -136,6 +144,10 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (only_64, WHOLE | {"head_sizes": {64}, "features": MASKED | {"gqa"}}),
     (only_bf16, WHOLE | {"dtypes": {"bfloat16"}}),
     (windowed, WHOLE | {"features": WINDOWS | {"gqa", "v_head_size"}}),
+    (
+        bare,
+        WHOLE | {"dtypes": {"bfloat16"}, "features": WINDOWS | {"v_head_size"}, "gqa_ratios": None},
+    ),
     (with_lse, WHOLE | {"features": {"causal", "non_causal", "gqa", "v_head_size", "lse"}}),
     (paged_nhd, PAGES | {"layouts": {"NHD"}}),
     # A contiguous cache lies (KV heads, tokens, size) as well: `KVCache.contiguous`.
@@ -147,7 +159,9 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 
 OTHERS = ",".join(p.name for p in discover().plugins if p.name not in ("core", "cpu"))
 """Plugins that no claim here needs: each trial discovers anew, timing tables and all."""
-PROVED_ALONE = (no_gqa, only_64, only_bf16, windowed, with_lse, paged_hnd, blocks_of_16)
+ONE_BY_ONE = (no_gqa, only_bf16, windowed)
+"""What `bare` joins: the sweep's."""
+PROVED_ALONE = (*ONE_BY_ONE, bare, only_64, with_lse, paged_hnd, blocks_of_16)
 """Of these the claims are proved; what every backend must do, too, the others show."""
 
 
@@ -160,9 +174,16 @@ def found_of(function: Callable[..., Any]) -> Findings:
     return find(function, function.__name__.upper(), resolve_device("cpu"), seed=1, budget=0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "known"), [pytest.param(*pair, id=pair[0].__name__) for pair in KNOWN]
+    ("function", "known"),
+    [
+        pytest.param(
+            *pair,
+            id=pair[0].__name__,
+            marks=pytest.mark.sweep if pair[0] in ONE_BY_ONE else pytest.mark.slow,
+        )
+        for pair in KNOWN
+    ],
 )
 def test_claim_writes_exactly_what_a_function_can_do(
     function: Callable[..., Any], known: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ HONEST = [kind for kind in classes() if not kind.by]
 RECORD = Path(__file__).parent / "liars" / "caught.json"
 CAUGHT: dict[str, str] = json.loads(RECORD.read_text())
 QUICK = 12  # of so many liars one is tried without `-m slow`
+OF_A_CASE = 2  # so many liars that the same case catches are tried in CI, the others in the sweep
 TESTED = (
     "TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "TORCH_SCAN", "TORCH_STORE", "TORCH_MERGE",
 )  # fmt: skip
@@ -73,6 +74,9 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
 
 
 def marks(index: int, kind: type[Any]) -> list[pytest.MarkDecorator]:
+    caught = CAUGHT.get(kind.__name__)
+    if caught and [CAUGHT.get(k.__name__) for k in LIARS[:index]].count(caught) >= OF_A_CASE:
+        return [pytest.mark.sweep]
     return [pytest.mark.slow] if index % QUICK or kind is WrongAfter3000Calls else []
 
 

@@ -40,8 +40,9 @@ BACKENDS = [
     and "index" not in info.capabilities.phases  # whose steps hold index keys, in its kit alone
     and availability(info, 60.0) is None
 ]
-# What serves by name only is the reference itself: a hundred batches of it are enough.
-OTHERS = [name for name in BACKENDS if not discover().backends[name].by_name_only]
+# What serves by name only is the reference itself: fifty batches of it are enough.
+BY_NAME = [name for name in BACKENDS if discover().backends[name].by_name_only]
+OTHERS = [name for name in BACKENDS if name not in BY_NAME]
 
 
 @pytest.fixture
@@ -62,12 +63,11 @@ def test_thousands(backend: str, count: int) -> None:
     assert tally.batches >= count and tally.layers >= count // 100 and tally.spoilt > count * 0.3
 
 
-@pytest.mark.usefixtures("flex_as_defined")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BY_NAME)
 def test_some(backend: str) -> None:
-    tally = random_batches(discover().backends[backend], CPU, 1, 100)
+    tally = random_batches(discover().backends[backend], CPU, 1, 50)
     assert not tally.failed, "\n".join(tally.failures)
-    assert tally.batches >= 100 and tally.spoilt
+    assert tally.batches >= 50 and tally.spoilt
 
 
 def test_a_seed_gives_the_same_batches() -> None:

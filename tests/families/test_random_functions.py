@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from random_functions import Expression, check, floats, truths, variant_of
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.sweep)])
 def test_torch_s(count: int) -> None:
     check("TORCH_SDPA", count)
 

@@ -161,12 +161,9 @@ def test_a_function_keeps_nan_through_minimum_maximum_and_clamp(device: str, bac
     assert_right(out, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # six seconds of torch's compiler each; the gate has the examples of all three
 def test_compiled_functions() -> None:
-    """What the compiler makes of tensors that a layer brings, a step, and a step's mask.
-
-    A function takes it six seconds.
-    """
+    """What the compiler makes of tensors that a layer brings, a step, and a step's mask."""
     for name, layer, step in functions_of_each_kind()[2:5:2]:
         assert_right(*run(BASE.replace(variant=name), "FLEX_ATTENTION", inputs=layer, step=step))
     spec, mask, lens = masks_of_each_kind()[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import FAKES, check_given, check_paged
-from kits import OVER_FAKES, conforms
+from kits import OVER_FAKES, PARTS, conforms
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.kernel import Batch, Device, Frame, KVCache, LayerParams
@@ -23,12 +23,12 @@ TIGHT = 2e-2
 """Of bfloat16, whose rounding of an output near 1 is 4e-3."""
 
 
-@pytest.mark.slow
+@PARTS
 @pytest.mark.parametrize("profile", BACKENDS)
-def test_conforms_over_the_fake(profile: str) -> None:
+def test_conforms_over_the_fake(profile: str, part: tuple[str, ...]) -> None:
     conforms(
-        BACKENDS[profile], 30, "--polyattn-as", profile, *OVER_FAKES, PYTHONPATH=str(FAKES),
-        POLYATTN_DISABLE_PLUGINS="triton",
+        BACKENDS[profile], 30, "--polyattn-as", profile, *OVER_FAKES, *part,
+        PYTHONPATH=str(FAKES), POLYATTN_DISABLE_PLUGINS="triton",
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 20, "index_topk": 4, "index_n_heads": 3, "index_head_dim": 12, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "local_attention": 6, "state_size": 6, "expand": 2,
-    "mamba_d_state": 6, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
+    "mamba_d_state": 6, "mamba_chunk_size": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8,
     "mamba_n_groups": 2, "mamba_expand": 2, "mamba_num_heads": 8, "mamba_head_dim": 24,
     "ssm_state_size": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 10, "linear_value_head_dim": 14, "block_size": 8, "lru_width": 96,
@@ -49,16 +49,18 @@ DRAFTING = {"text_config": {
     "num_kv_shared_layers": 2, "use_double_wide_mlp": False,
 }}  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": 24, "n_groups": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 24, "n_groups": 2, "chunk_size": 8},
     "bamba": {"mamba_d_head": 24, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "granitemoehybrid": {"mamba_d_head": 24,
                          "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "zamba2": {"mamba_headdim": 24, "n_mamba_heads": 8, "mamba_ngroups": 2, "num_hidden_layers": 4,
+               "chunk_size": 8,
                "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba": {"n_mamba_heads": 2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_offset": 0},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_groups": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_groups": 2,
+                   "chunk_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "phi3": {"original_max_position_embeddings": 32},
@@ -210,11 +212,28 @@ class _Named:
         return self.cls(config)
 
 
+@contextlib.contextmanager
+def at_most(parameters: int, name: str) -> Iterator[None]:
+    """Raise `MemoryError` at the parameter of a module that makes too many, before it is written to."""
+    size = 0
+
+    def count(module: torch.nn.Module, name_: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal size
+        size += 0 if parameter is None else parameter.numel()
+        if size > parameters:
+            raise MemoryError(f"{name} has more than {parameters} parameters")
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
     """Return the model of a config with random weights, in float32.
 
-    `autos`: which automatic classes to try. Raises `MemoryError` where it isn't tiny: it is built
-    without memory first.
+    `autos`: which automatic classes to try. Raises `MemoryError` where it isn't tiny.
     """
     torch.manual_seed(0)
     if not autos:
@@ -226,11 +245,8 @@ def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
         autos = [_Named(operator.attrgetter(named)(transformers))]
     for auto in autos:
         try:
-            with torch.device("meta"):
-                size = sum(p.numel() for p in auto.from_config(config).parameters())
-            if size > 20_000_000:
-                raise MemoryError(f"{type(config).__name__} has {size} parameters")
-            model = auto.from_config(config).eval()
+            with at_most(20_000_000, type(config).__name__):
+                model = auto.from_config(config).eval()
             for name, parameter in model.named_parameters():
                 if name.endswith("q_norm.weight"):  # ones show no norm's weight
                     torch.nn.init.normal_(parameter)

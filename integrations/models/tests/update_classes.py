@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -95,8 +96,13 @@ def of_decoder(cls: Any) -> dict[str, Any]:
     return {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls) if f.name in asked}
 
 
-def accesses(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each field of a config that a file reads, and the default that it states there."""
+@functools.cache
+def accesses(path: Path) -> tuple[tuple[str, Any], ...]:
+    """Return each field of a config that a file reads, and the default that it states there."""
+    return tuple(_accesses(path))
+
+
+def _accesses(path: Path) -> Iterator[tuple[str, Any]]:
     own = "configuration" in path.name
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

@@ -126,7 +126,12 @@ def _bytes(row: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("count", "batchings"), [(6, 3), pytest.param(50, 20, marks=pytest.mark.slow)]
+    ("count", "batchings"),
+    [
+        (6, 3),
+        pytest.param(20, 8, marks=pytest.mark.slow),
+        pytest.param(50, 20, marks=pytest.mark.sweep),
+    ],
 )
 def test_logits_have_the_same_bits_in_any_batching(
     count: int, batchings: int, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,12 @@
-"""`polyattn` is each model type's own attention: a sample of the types, and in the slow tests all."""
+"""`polyattn` is each model type's own attention.
+
+The fast tests have a sample, the slow ones all decoders, each type with a reader of ours and one
+in four of the others. The sweep has all.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +14,7 @@ import every_type
 import pytest
 import transformers
 from packaging.version import Version
+from polyattn_models import READERS
 from polyattn_transformers.paged import VERSION
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import (
@@ -50,9 +56,18 @@ def check(model_type: str, auto: Any) -> None:
 
 
 def types(names: Iterable[str]) -> list[Any]:
-    """Return all types of an automatic class; those that aren't in the sample are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(n, marks=() if n in SAMPLE else slow) for n in sorted(names)]
+    """Return all types of an automatic class; those that aren't in the sample are slow or sweep.
+
+    A name's own checksum decides: a new type moves no other.
+    """
+    rare = {n for n in names if n not in READERS and zlib.crc32(n.encode()) % 4}
+    rare -= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return [
+        n
+        if n in SAMPLE
+        else pytest.param(n, marks=pytest.mark.sweep if n in rare else pytest.mark.slow)
+        for n in sorted(names)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

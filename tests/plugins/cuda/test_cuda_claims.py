@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import FAKES
-from kits import OVER_FAKES, conforms
+from kits import OVER_FAKES, PARTS, conforms
 from polyattn import Device, LayerGroup, LayerSpec, discover
 from polyattn.api import select
 from polyattn.errors import SelectionError, SpecError
@@ -21,18 +21,17 @@ SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 QUANTISED = SPEC.replace(kv_cache_dtype="fp8_e4m3")
 
 
+@PARTS
 @pytest.mark.parametrize(
     ("backend", "profile"),
     [
-        pytest.param("FLASH_ATTN", "a100", marks=pytest.mark.slow),
-        pytest.param("FLASH_ATTN_V3", "h100-sxm", marks=pytest.mark.slow),
-        pytest.param("FLASHINFER", "h100-sxm", marks=pytest.mark.slow),
-        pytest.param("XFORMERS", "a100", marks=pytest.mark.slow),
+        ("FLASH_ATTN", "a100"), ("FLASH_ATTN_V3", "h100-sxm"), ("FLASHINFER", "h100-sxm"),
+        ("XFORMERS", "a100"),
     ],
-)
-def test_conforms_over_the_fake(backend: str, profile: str) -> None:
+)  # fmt: skip
+def test_conforms_over_the_fake(backend: str, profile: str, part: tuple[str, ...]) -> None:
     conforms(
-        backend, 40, "-p", "polyattn_on_cpu", "--polyattn-as", profile, *OVER_FAKES,
+        backend, 40, "-p", "polyattn_on_cpu", "--polyattn-as", profile, *OVER_FAKES, *part,
         PYTHONPATH=str(FAKES), POLYATTN_DISABLE_PLUGINS="triton",
     )  # fmt: skip
 

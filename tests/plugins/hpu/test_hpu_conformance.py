@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from kits import OVER_FAKES, conforms
+from kits import OVER_FAKES, PARTS, conforms
+
+
+@PARTS
+def test_attention_conforms(part: tuple[str, ...]) -> None:
+    conforms("HPU_ATTN", 200, *OVER_FAKES, *part)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "least"), [("HPU_ATTN", 200), ("HPU_MLA", 20)])
-def test_conforms(backend: str, least: int) -> None:
-    conforms(backend, least, *OVER_FAKES)
+def test_latent_attention_conforms() -> None:
+    conforms("HPU_MLA", 20, *OVER_FAKES)

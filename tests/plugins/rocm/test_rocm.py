@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from adapters import FAKES, check_given, check_paged
-from kits import OVER_FAKES, conforms, kit
+from kits import OVER_FAKES, PARTS, conforms, kit
 from polyattn import discover
 from polyattn.api import select
 from polyattn.errors import SelectionError
@@ -30,21 +30,21 @@ OF_FP8 = "fp8 or pairs or search"
 """Cases in which MI300X and MI355X differ: both have the same ones, layer by layer."""
 
 
+@PARTS
 @pytest.mark.parametrize(
     ("backend", "profile", "chip", "chosen", "least"),
     [
-        pytest.param("ROCM_ATTN", "mi300x", "gfx942", OVER_FAKES[1], 40, marks=pytest.mark.slow),
-        pytest.param("ROCM_ATTN", "mi355x", "gfx950", OF_FP8, 12, marks=pytest.mark.slow),
+        ("ROCM_ATTN", "mi300x", "gfx942", OVER_FAKES[1], 40),
+        ("ROCM_ATTN", "mi355x", "gfx950", OF_FP8, 12),
         pytest.param("ROCM_ATTN", "mi355x", "gfx950", "", 40, marks=pytest.mark.sweep),
-        pytest.param(
-            "ROCM_FLASH_ATTN", "mi250x", "gfx942", OVER_FAKES[1], 40, marks=pytest.mark.slow
-        ),
+        ("ROCM_FLASH_ATTN", "mi250x", "gfx942", OVER_FAKES[1], 40),
     ],
 )
 def test_conforms_over_the_fake(
-    backend: str, profile: str, chip: str, chosen: str, least: int
+    backend: str, profile: str, chip: str, chosen: str, least: int, part: tuple[str, ...]
 ) -> None:
-    conforms(backend, least, "-k", chosen, "--polyattn-as", profile, "-x", **over_the_fakes(chip))
+    options = ("-k", chosen, "--polyattn-as", profile, "-x", *part)
+    conforms(backend, least, *options, **over_the_fakes(chip))
 
 
 @pytest.mark.slow

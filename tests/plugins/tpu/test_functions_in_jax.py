@@ -78,8 +78,14 @@ def test_equal_functions_compile_once() -> None:
     assert found("one") != Functions.of_pointwise(Pointwise.of_variant(other))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["decode", "prefill", "masks"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("decode", marks=pytest.mark.sweep),
+        pytest.param("prefill", marks=pytest.mark.slow),  # has rows of one token as well
+        pytest.param("masks", marks=pytest.mark.slow),
+    ],
+)
 def test_right_in_the_interpreter(part: str) -> None:
     script = Path(__file__).with_name("interpreted_functions.py")
     ran = python(script, part, seconds=1200, **VARIABLES)

@@ -5,6 +5,7 @@ In a process of its own: torchax's environment stands before all of torch while 
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
 
@@ -79,9 +80,7 @@ def test_nothing_is_tied_to_the_host_s_memory() -> None:
     assert "PALLAS_ATTN" in said and "JAX_STORE" in said
 
 
-@pytest.mark.slow
-def test_a_cache_is_written_in_place_and_a_clone_of_it_survives() -> None:
-    run("""
+IN_PLACE = """
 from polyattn_tpu.bridge import root, unshared
 with environment:
     layer = layer_of(spec)
@@ -106,13 +105,9 @@ with environment:
     cache.key[2] = 3.0
     assert float(root(cache.key).jax()[2, 0, :, :64].min()) == 3.0
     assert float(root(cache.key).jax()[..., 64:].max()) == 0.0
-""")
+"""
 
-
-@pytest.mark.slow
-def test_what_is_written_to_a_view_reaches_the_whole() -> None:
-    """Operators in place, and items named by tensors, on a view and on a view of one."""
-    run("""
+VIEWS = """
 def each(change):
     for device in ("cpu", "jax"):
         whole = torch.zeros(6, 3).to(device)
@@ -137,13 +132,10 @@ with environment:
         right, found = each(change)
         assert torch.equal(found, right), (name, found, right)
         assert bool(right.any()) == (name != "zero_"), name
-""")
+"""
+"""Operators in place, and items named by tensors, on a view and on a view of one."""
 
-
-@pytest.mark.slow
-def test_parameters_are_kept_by_reference() -> None:
-    """Sinks in JAX, written to after the layer was built: kernels read what they are now."""
-    run("""
+PARAMETERS = """
 with environment:
     layer_spec = spec.replace(learned_sinks=True)
     sinks = torch.zeros(2).to("jax")
@@ -156,44 +148,10 @@ with environment:
         right, _ = reference.forward(layer_spec, given[0], None, None, cache, batch, now)
         error = output_error(out, right)
         assert error < 2e-5, (value, error)
-""")
+"""
+"""Sinks in JAX, written to after the layer was built: kernels read what they are now."""
 
-
-def test_a_cache_of_another_layout_or_without_room_is_refused() -> None:
-    run("""
-from polyattn import KVCache
-from polyattn.errors import CacheError, PolyattnError
-from polyattn_tpu.bridge import pages
-with environment:
-    plain = torch.zeros(4, 8, 2, 64, device="jax")
-    try:
-        pages(KVCache(plain, plain))
-    except PolyattnError as error:
-        assert "allocate it with group.allocate_cache(n)" in str(error)
-    else:
-        raise AssertionError("a cache that the chip would have to copy was taken")
-    try:
-        LayerGroup(select(spec, "jax")).allocate_cache(10**12)
-    except CacheError as error:
-        assert f"num_blocks={10**12} needs" in str(error) and "lower num_blocks" in str(error)
-    else:
-        raise AssertionError("a cache larger than any memory was made")
-""")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("choice", "backend"),
-    [
-        ('SparseSpec(budget=3, granularity=8, scope="kv_head")', "PALLAS_ATTN"),
-        ("SparseSpec(budget=11)", "XLA_PAGES"),
-    ],
-)
-def test_chosen_keys_have_the_reference_s_results(choice: str, backend: str) -> None:
-    """Blocks that are pages by the kernel, with more rows than there are places; tokens by gathers."""
-    run(
-        f"backend, choice = {backend!r}, {choice!r}"
-        + """
+CHOSEN = """
 from polyattn import SparseAttention, SparseSpec
 choice = eval(choice)
 spec = LayerSpec(kind="sparse", num_heads=4, num_kv_heads=2, head_size=64, dtype="float32",
@@ -219,4 +177,61 @@ with environment:
     error = output_error(out.cpu(), right)
 assert error < 2e-5, error
 """
-    )
+"""Blocks that are pages by the kernel, with more rows than there are places; tokens by gathers."""
+
+TOGETHER = {
+    "a cache is written in place and a clone of it survives": IN_PLACE,
+    "what is written to a view reaches the whole": VIEWS,
+    "parameters are kept by reference": PARAMETERS,
+    **{
+        f"keys that {backend} takes chosen have the reference's results": (
+            f"backend, choice = {backend!r}, {choice!r}{CHOSEN}"
+        )
+        for choice, backend in (
+            ('SparseSpec(budget=3, granularity=8, scope="kv_head")', "PALLAS_ATTN"),
+            ("SparseSpec(budget=11)", "XLA_PAGES"),
+        )
+    },
+}
+EACH = """
+import json, sys, traceback
+said = {}
+for name, code in TOGETHER.items():
+    try:
+        exec(compile(code, name, "exec"), dict(globals()))
+    except Exception:
+        said[name] = traceback.format_exc()
+    else:
+        said[name] = ""
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_tensors_in_jax() -> None:
+    """The parts of `TOGETHER` in one process, which imports JAX and torchax once for all."""
+    said = json.loads(run(f"TOGETHER = {TOGETHER!r}{EACH}").splitlines()[-1])
+    assert said.keys() == TOGETHER.keys()
+    assert not any(said.values()), "\n".join(f"{part}: {why}" for part, why in said.items() if why)
+
+
+def test_a_cache_of_another_layout_or_without_room_is_refused() -> None:
+    run("""
+from polyattn import KVCache
+from polyattn.errors import CacheError, PolyattnError
+from polyattn_tpu.bridge import pages
+with environment:
+    plain = torch.zeros(4, 8, 2, 64, device="jax")
+    try:
+        pages(KVCache(plain, plain))
+    except PolyattnError as error:
+        assert "allocate it with group.allocate_cache(n)" in str(error)
+    else:
+        raise AssertionError("a cache that the chip would have to copy was taken")
+    try:
+        LayerGroup(select(spec, "jax")).allocate_cache(10**12)
+    except CacheError as error:
+        assert f"num_blocks={10**12} needs" in str(error) and "lower num_blocks" in str(error)
+    else:
+        raise AssertionError("a cache larger than any memory was made")
+""")

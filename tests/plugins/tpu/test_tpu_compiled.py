@@ -79,6 +79,27 @@ VARIANTS = MODELS | {
 }
 
 
+def traits(spec: LayerSpec) -> set[Any]:
+    """What the attention kernel's body depends on."""
+    group = 1 if spec.gqa_ratio == 1 else min(-(-spec.gqa_ratio // 16) * 16, 32)
+    sizes, given = (spec.head_size, spec.v_head_size), (spec.cached, spec.causal)
+    formats = (("dtype", spec.dtype), ("cache", spec.kv_cache_dtype))
+    functions = (("variant", spec.variant), ("mask", spec.mask))
+    return {*spec.features, sizes, given, ("group", group), *formats, *functions}
+
+
+def covered(layers: dict[str, LayerSpec]) -> set[str]:
+    """The names of attention layers all of whose traits others have, which have most of them."""
+    left = {name: spec for name, spec in layers.items() if spec.kind.value == "attention"}
+    seen: set[Any] = set()
+    while left:
+        name = max(left, key=lambda name: len(traits(left[name]) - seen))
+        if traits(left[name]) <= seen:
+            break
+        seen |= traits(left.pop(name))
+    return {*left}
+
+
 def recurrent_shapes(spec: LayerSpec, tokens: int) -> Any:
     form = form_of(spec)
     return (
@@ -100,16 +121,15 @@ def compiled(spec: LayerSpec, arch: str, phase: str) -> Any:
 
 LIKE_MAMBA2 = {name for name in MODELS if " linear " in name}
 """Their chunks are Mamba-2's products (`_decayed`), which take libtpu 14 s."""
+REPEATED = repeated(MODELS) | LIKE_MAMBA2
+RARE = REPEATED | covered({name: spec for name, spec in VARIANTS.items() if name not in REPEATED})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[sweep] if n in repeated(MODELS) | LIKE_MAMBA2 else [])
-        for n in VARIANTS
-    ],
+    [pytest.param(n, marks=[sweep] if n in RARE else []) for n in VARIANTS],
 )
 def test_compiles_for_the_real_chip(arch: str, name: str) -> None:
     spec = VARIANTS[name]
@@ -162,8 +182,11 @@ QSA = LayerSpec(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("spec", "tokens"),
-    [(MSA, 8), (MSA, 512), (QSA, 8)],
-    ids=["blocks, decode", "blocks, prompts", "tokens"],
+    [
+        pytest.param(MSA, 8, marks=sweep, id="blocks, decode"),
+        pytest.param(MSA, 512, id="blocks, prompts"),
+        pytest.param(QSA, 8, id="tokens"),
+    ],
 )
 def test_chosen_keys_are_read_where_they_lie(spec: LayerSpec, tokens: int, arch: str) -> None:
     """More rows than the plan has places take turns; what is gathered is less than the cache."""
@@ -184,8 +207,8 @@ def test_a_donated_cache_is_stored_into_in_place() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "devices"),
-    [("v6e", 4), ("v6e", 8), *(pytest.param(a, n, marks=sweep) for a, n in
-     (("v5e", 4), ("v5e", 8), ("v5p", 4), ("v5p", 8), ("v7x", 8), ("v7x", 16)))],
+    [("v6e", 4), *(pytest.param(a, n, marks=sweep) for a, n in
+     (("v6e", 8), ("v5e", 4), ("v5e", 8), ("v5p", 4), ("v5p", 8), ("v7x", 8), ("v7x", 16)))],
 )  # fmt: skip
 def test_heads_spread_over_devices(arch: str, devices: int) -> None:
     """Each device has its heads' pages, and none speaks with another."""

@@ -14,9 +14,7 @@ STRIDE = 29
 """Prime to the lengths of the grid's axes, so that a sample has every value of each."""
 
 
-@pytest.mark.parametrize(
-    "step", [7, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.sweep)])
 def test_kernels_see_what_key_ranges_says(step: int) -> None:
     """Ranges and tiles on the device, and the tiles that plans count, block of queries by block."""
     assert int(interpreted(HERE / "seen.py", str(step), seconds=1400)) > 150_000

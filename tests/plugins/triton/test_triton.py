@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,20 @@ WHOLE = [
     for variant in VARIANTS
 ]
 """Every variant for every target; CI has one chip's plain layer."""
+LIKE_OTHERS = ("sm_80", "gfx950")
+"""sm_89 has the same instructions in less memory; gfx950 compiles over fp8 caches."""
 QUICK = [
-    pytest.param(*case, marks=() if case in (("sm_90", "ALiBi"), ("gfx942", "plain")) else slow)
-    for case in (
-        *(("sm_90", variant) for variant in VARIANTS if variant != "plain"),
-        *((arch, "plain") for arch in TARGETS if arch != "sm_90"),
-    )
+    *(
+        pytest.param("sm_90", variant, marks=() if variant == "ALiBi" else slow)
+        for variant in VARIANTS
+        if variant != "plain"
+    ),
+    pytest.param("gfx942", "plain"),
+    *(
+        pytest.param(arch, "plain", marks=sweep if arch in LIKE_OTHERS else slow)
+        for arch in TARGETS
+        if arch not in ("sm_90", "gfx942")
+    ),
 ]
 
 
@@ -118,12 +127,18 @@ WIDE_HEADS = {
 
 WIDEST = ("512, fp32, ALiBi", "576")
 """Heads whose tiles take the most memory: in bytes, and for want of a power of two."""
+LEAST_MEMORY = ("sm_89", "gfx942")
+"""The chip of each vendor with the least memory for a program."""
+WIDE_CASES = {
+    *(("sm_90", heads) for heads in WIDE_HEADS if heads != "512"),
+    *product(LEAST_MEMORY, WIDEST),
+}
 
 
 @pytest.mark.parametrize(
     ("arch", "heads"),
     [
-        pytest.param(arch, heads, marks=slow if arch == "sm_90" or heads in WIDEST else sweep)
+        pytest.param(arch, heads, marks=slow if (arch, heads) in WIDE_CASES else sweep)
         for arch in ("sm_80", "sm_89", "sm_90", "gfx90a", "gfx942")
         for heads in WIDE_HEADS
         if not ("e4m3" in heads and arch in ("sm_80", "gfx90a", "gfx942"))
@@ -196,6 +211,8 @@ MANY = {
     "e4m3 cache": BASE.replace(kv_cache_dtype="fp8_e4m3"),
     "head 64, sinks, window": VARIANTS["head 64, sinks, window"],
 }
+FEWEST = ("plain", "head 96, MHA, window", "soft cap, lse", "e4m3 cache")
+"""A tile of each kind: of a group's heads, of one head, with logits changed, of bytes."""
 
 
 @pytest.mark.slow
@@ -206,8 +223,9 @@ def test_a_multiprocessor_holds_two_programs_of_any_step_s_kernel() -> None:
     assert programs_on_one(compile_phase(layer, "sm_90", "paged pieces")) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MANY)
+@pytest.mark.parametrize(
+    "layer", [pytest.param(n, marks=slow if n in FEWEST else sweep) for n in MANY]
+)
 def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
     from ahead import phases_of
@@ -257,14 +275,16 @@ FAMILY_MODELS = (
 
 
 SAMPLE = ("deepseek-v3", "qwen3-next-80b-a3b")
-"""An MLA and a recurrence: what CI compiles for each target, of one NVIDIA and one AMD chip all."""
+"""An MLA and a recurrence."""
+FAMILIES_ELSEWHERE = {*product(LEAST_MEMORY, SAMPLE), ("sm_100", "deepseek-v3")}
+"""What CI compiles beside all of sm_90: sm_100's accumulators have a memory of their own."""
 FAMILY_CASES = [
     *(
         pytest.param("sm_90", model, marks=() if model == "deepseek-v3.2" else slow)
         for model in FAMILY_MODELS
     ),
     *(
-        pytest.param(arch, model, marks=slow if arch == "gfx942" or model in SAMPLE else sweep)
+        pytest.param(arch, model, marks=slow if (arch, model) in FAMILIES_ELSEWHERE else sweep)
         for arch in TARGETS
         if arch != "sm_90"
         for model in FAMILY_MODELS
