@@ -183,6 +183,7 @@ def uneven(kind):
     plain, far = torch.randn(6000, generator=dice), torch.rand(6000, generator=dice)
     return {
         "normal": plain,
+        "falling": torch.linspace(2, 1, 6000),
         "of every exponent": plain.sign() * 2 ** (200 * far - 100),
         "one far above": torch.where(torch.arange(6000) == 50, 1e30, far),
         "half of them equal": torch.where(plain > 0, 3.0, far),
@@ -197,12 +198,12 @@ def uneven(kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        "normal", "of every exponent", "one far above", "half of them equal",
+        "normal", "falling", "of every exponent", "one far above", "half of them equal",
         "few that aren't equal", "infinite", "not a number", "zeros of both signs",
     ],
 )  # fmt: skip
 def test_lists_are_shortened_at_any_scores(isa, kind, forced):
-    """By an estimate, which keeps more than it must, never less; by all bits where that keeps too many."""
+    """By an estimate, which keeps more than it must, never less; by all bits where that has too many."""
     spec = IndexerSpec(
         num_heads=1, head_size=128, budget=750, fold="sum", activation="none", scale=1.0,
         forced_first=forced,
