@@ -13,7 +13,7 @@ typedef float vf __attribute__((vector_size(64)));
 #else  // as wide as a register: wider accumulators would go through memory
 typedef float vf __attribute__((vector_size(32)));
 #endif
-enum { W = sizeof(vf) / 4, EACH = 256 / sizeof(vf) };
+enum { W = sizeof(vf) / 4, EACH = 256 / sizeof(vf), FAR = 1 << 14 };
 
 struct Runs {
   const char *const *at;
@@ -28,6 +28,8 @@ static float read_all(Runs of) {
     const int64_t later = r + of.ahead / of.bytes, inside = of.ahead % of.bytes;
     const char *now = of.at[later < of.count ? later : of.count - 1] + inside;
     const char *then = of.at[later + 1 < of.count ? later + 1 : of.count - 1];
+    // A long run's first line early: its address is known when the others are asked for.
+    if (of.ahead && of.bytes >= FAR) __builtin_prefetch(of.at[r + 4 < of.count ? r + 4 : of.count - 1], 0, 2);
     for (int64_t i = 0; i < of.bytes; i += 256) {
       const char *asked = i < of.bytes - inside ? now + i : then + (i - (of.bytes - inside));
 #pragma GCC unroll 8

@@ -177,6 +177,49 @@ def test_ties_and_rising_scores_fill_the_list_many_times(isa, budget):
         assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
+def uneven(kind):
+    """Scores whose ranks lie in few bins, or apart: what a list is shortened by."""
+    dice = torch.Generator().manual_seed(2)
+    plain, far = torch.randn(6000, generator=dice), torch.rand(6000, generator=dice)
+    return {
+        "normal": plain,
+        "falling": torch.linspace(2, 1, 6000),
+        "of every exponent": plain.sign() * 2 ** (200 * far - 100),
+        "one far above": torch.where(torch.arange(6000) == 50, 1e30, far),
+        "half of them equal": torch.where(plain > 0, 3.0, far),
+        "few that aren't equal": torch.where(far > 0.99, plain, -1.0),
+        "infinite": torch.where(far > 0.7, torch.inf, torch.where(far > 0.3, plain, -torch.inf)),
+        "not a number": torch.where(far > 0.95, plain, torch.nan),
+        "zeros of both signs": torch.where(far > 0.9, plain, 0.0 * plain),
+    }[kind]
+
+
+@pytest.mark.parametrize("forced", [0, 700])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "normal", "falling", "of every exponent", "one far above", "half of them equal",
+        "few that aren't equal", "infinite", "not a number", "zeros of both signs",
+    ],
+)  # fmt: skip
+def test_lists_are_shortened_at_any_scores(isa, kind, forced):
+    """By an estimate, which keeps more than it must, never less; by all bits where that has too many."""
+    spec = IndexerSpec(
+        num_heads=1, head_size=128, budget=750, fold="sum", activation="none", scale=1.0,
+        forced_first=forced,
+    )  # fmt: skip
+    work = step(spec, [1], [6000], "float32")
+    frame, entry = work.frame, torch.arange(6000)
+    frame.query.zero_()
+    frame.query[:, :, 0] = 1.0
+    keys = frame.keys.view(-1, 128)
+    keys.zero_()
+    size = frame.keys.shape[1]
+    slots = work.batch.block_table[0, entry // size].long() * size + entry % size
+    keys[slots, 0] = uneven(kind)
+    assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
+
+
 @pytest.mark.parametrize("name", ["3 heads of 64", "1 heads of 128"])
 def test_a_broken_table_is_refused(isa, name):
     work = step(SPECS[name], [1, 1], [40, 40])

@@ -5,11 +5,14 @@
 // rows, by decode's products. Turned in registers, rows are folded to the scores of each choice, [choice][key].
 // Of those a choice keeps what is better than the worst that it has, until its list is full; then its best.
 
+#include "ranked.h"
+
 constexpr int INDEX_TILE = MATRIX_TILE;
 // Decode's products take a tile's keys from so many places in turn, as prefetchers follow each place, and ask for
 // keys so many bytes ahead of their use.
 constexpr int INDEX_PLACES = 2, INDEX_AHEAD = 8192;
 constexpr int RUN_AHEAD = 4096;  // in keys that lie in runs of memory, a page of 4 KiB
+constexpr int RUN_PAGES = 4;     // and for a line of the page that is so many later, so that its address is known by then
 
 // Rows of a token: a whole number of vectors, or a power of two that divides one.
 PA_INLINE int index_rows(const pa_index &x) {
@@ -26,16 +29,6 @@ PA_INLINE bool is_few_rows(const pa_index &x, int tokens) {
 PA_INLINE int index_blocks(const pa_index &x, int entries) {
   return x.within ? (entries + x.within_block - 1) / x.within_block : 0;
 }
-
-// One token's choice among what was ranked so far.
-struct Ranked {
-  uint64_t *numbers;
-  const uint8_t *held;  // NULL, or which blocks of entries count
-  IndexSight sight;
-  int32_t count;        // of numbers
-  int32_t candidate;    // whose entries are being read, or -1
-  float best, floor;    // its best score; what a further one must be above (NaN: any will do)
-};
 
 // Entries that follow one another in a page, and are of one block of `within`.
 struct Keys {
@@ -167,6 +160,11 @@ struct Index {
     __builtin_memset(s, 0, 4L * (INDEX_TILE + W) * Engine::VECTORS * W);
   }
 
+  // A page's keys; NULL where the table points outside the cache.
+  const char *page_of(int32_t page) const {
+    const int64_t number = x.table[item.seq * x.table_row + page];
+    return number < 0 || number >= x.num_blocks ? NULL : (const char *)x.keys + number * x.page_bytes;
+  }
   // The next keys from `entry` on that some choice may have, `most` of them at most. Returns how many: 0 at the
   // end, -1 where the table points outside the cache.
   int keys_from(int32_t &entry, int most, Keys &keys) {
@@ -180,9 +178,8 @@ struct Index {
     if (entry >= item.to) return 0;
     const int page = entry / x.block_size, from = entry - page * x.block_size;
     stop = pa_min(pa_min(stop, entry + most), (page + 1) * x.block_size);
-    const int64_t number = x.table[item.seq * x.table_row + page];
-    if (number < 0 || number >= x.num_blocks) return -1;
-    const char *key = (const char *)x.keys + number * x.page_bytes;
+    const char *key = page_of(page);
+    if (!key) return -1;
     keys = {entry, stop - entry, key + from * bytes, key + x.block_size * bytes + from * 4L};
     entry = stop;
     return keys.count;
@@ -252,11 +249,6 @@ struct Index {
     }
   }
 
-  // Numbers that compare as scores do; NaN is the least, and zero has one sign.
-  static PA_ALWAYS vu ranks_of(vf score) {
-    const vu bits = (vu)(score == score ? score + vf{} : splat(-INFINITY));
-    return bits ^ ((vu)((vi)bits >> 31) | 0x80000000u);
-  }
   bool is_forced(const Ranked &r, int32_t id) const {
     return id < x.forced_first || id >= r.sight.there - x.forced_last;
   }
@@ -322,7 +314,7 @@ struct Index {
   // Entries [id, id + n), of one block of `within`.
   void rank_some(Ranked &r, int32_t id, const float *score, int n) {
     if (x.within && !r.held[id / x.within_block]) return;
-    if (r.count + n + W > room) shorten(r);
+    if (r.count + n + W > room) r.shorten(numbers + (int64_t)item.tokens * x.choices * room);
     n = pa_min(n, r.sight.visible - id);
     if (n <= 0) return;
     if (x.pool > 1) return add_pooled(r, id, score, n);
@@ -340,16 +332,6 @@ struct Index {
         rank_some(ranked[i], ids[from], mine + from, to - from);
       }
     }
-  }
-  void shorten(Ranked &r) {
-    uint64_t *spare = numbers + (int64_t)item.tokens * x.choices * room;
-    r.count = pa_keep_best(r.numbers, r.count, r.sight.count, spare);
-    uint64_t least = ~(uint64_t)0;
-    for (int i = 0; i < r.count; i++) least = r.numbers[i] < least ? r.numbers[i] : least;
-    uint32_t rank = (uint32_t)(least >> 32);
-    rank ^= rank >> 31 ? 0x80000000u : 0xffffffffu;
-    __builtin_memcpy(&r.floor, &rank, 4);
-    if (!r.count || (rank > 0x7f800000u && rank < 0x80000000u)) r.floor = INFINITY;  // all of them were forced
   }
   void leave() {
     for (int i = 0; i < item.tokens * x.choices; i++) {
@@ -442,9 +424,9 @@ struct Index {
     }
   }
   // Keys whose size the compiler knows, in runs of memory: each run's are ranked when it is done, so that memory
-  // isn't idle for long. False where the table points outside the cache.
+  // isn't idle for long. False where the table points outside the cache. Aligned, as where the loop lies is worth 1 %.
   template <int ROWS, int SIZE>
-  PA_NOINLINE bool choose_runs() {
+  __attribute__((aligned(64))) PA_NOINLINE bool choose_runs() {
     constexpr int KEYS = W / ROWS, BYTES = SIZE * (int)sizeof(T);
     Keys some = {}, ask = {};
     int32_t entry = item.from, asked = item.from;
@@ -456,6 +438,9 @@ struct Index {
     for (int i = 0; i < RUN_AHEAD / BYTES / W; i++) ask_further();
     int count;
     while ((count = keys_from(entry, INDEX_TILE, some)) > 0) {
+      const int32_t later = some.first / x.block_size + RUN_PAGES;
+      const char *page = later * x.block_size < item.to ? page_of(later) : NULL;
+      if (page) prefetch_l2_here(page);
       for (int t = 0; t < count; t += W) {
         alignas(64) char copied[W * BYTES];
         const char *run = some.at + t * BYTES;
