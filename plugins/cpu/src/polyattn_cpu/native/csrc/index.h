@@ -17,6 +17,10 @@ PA_INLINE int index_rows(const pa_index &x) {
   while (rows < x.num_heads && rows < W) rows *= 2;
   return x.num_heads <= W ? rows : pa_round_up(x.num_heads, W);
 }
+template <class Engine>
+PA_INLINE int rows_by(const pa_index &x) {
+  return Engine::PLANES ? pa_round_up(x.num_heads, 2 * W) : index_rows(x);
+}
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
 PA_INLINE bool is_few_rows(const pa_index &x, int tokens) {
   return tokens == 1 && index_rows(x) <= PART_ROWS;
@@ -57,11 +61,17 @@ struct InOrder {  // asks for lines that follow one another
   }
 };
 
+#if defined(__AMX_BF16__)
+template <class Of, class T>
+struct IndexProducts;  // by tile registers
+#endif
+
 template <class T, class Engine>
 struct Index {
   IndexRun *run;
   const IndexItem &item;
   const pa_index &x;
+  static constexpr int KEY_ROWS = (Engine::PLANES ? 2 : 1) * INDEX_TILE;  // tiles are converted beside products
   const int rows, lanes, vectors, room;
   Sizes is;
   bool few;
@@ -82,7 +92,7 @@ struct Index {
   static int room_of(const IndexRun *run) { return 2 * run->most + 4 * INDEX_TILE; }
 
   Index(IndexRun *run, const IndexItem &item, Arena arena, int tokens, int entries)
-      : run(run), item(item), x(*run->index), rows(index_rows(x)), lanes(tokens * rows),
+      : run(run), item(item), x(*run->index), rows(rows_by<Engine>(x)), lanes(tokens * rows),
         vectors((lanes + W - 1) / W), room(room_of(run)), is(Engine::sizes(layer_of(x))), few(false) {
     const int width = Engine::VECTORS * W, choices = tokens * x.choices, blocks = index_blocks(x, entries);
     weights = arena.take<float>(vectors * W);
@@ -91,7 +101,7 @@ struct Index {
     factors = arena.take<float>(INDEX_TILE);
     packed = arena.take<uint32_t>((int64_t)vectors * W * pa_max(is.k, pa_round_up(x.head_size, 4 * W)));
     q = (float *)packed;
-    keys = arena.take<uint32_t>((int64_t)INDEX_TILE * is.k);
+    keys = arena.take<uint32_t>((int64_t)KEY_ROWS * is.k);
     at = arena.take<const char *>(2 * INDEX_TILE + W);
     scale_at = arena.take<const char *>(2 * INDEX_TILE);
     ids = arena.take<int32_t>(2 * INDEX_TILE);
@@ -128,8 +138,8 @@ struct Index {
   void take_queries() {
     const int each = panel_vectors();
     for (int v = 0; v < vectors; v++) {
-      const int panel = v / each, ld = pa_min(each, vectors - panel * each) * W;
-      uint32_t *to = packed + (int64_t)panel * each * W * is.k + v % each * W;
+      const int panel = v / each, ld = Engine::PLANES ? W : pa_min(each, vectors - panel * each) * W;
+      uint32_t *to = packed + (Engine::PLANES ? (int64_t)v * W * is.k : (int64_t)panel * each * W * is.k + v % each * W);
       for (int d = 0; d < is.k; d += W) {
         vf block[W];
         for (int r = 0; r < W; r++) {
@@ -140,7 +150,7 @@ struct Index {
         for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
       }
     }
-    if (is.k * Engine::PER_WORD != x.head_size) __builtin_memset(keys, 0, 4L * INDEX_TILE * is.k);
+    if (is.k * Engine::PER_WORD != x.head_size) __builtin_memset(keys, 0, 4L * KEY_ROWS * is.k);
   }
 
   // Which blocks of entries each choice is given. Numbers of no block are none.
@@ -505,6 +515,10 @@ struct Index {
     Item whole = {};
     whole.heads = 1;
     Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
+#if defined(__AMX_BF16__)
+    IndexProducts<Index, T> products(*this);
+    by /= products.FACTOR;
+#endif
     int32_t entry = item.from;
     int count = find(entry, 0);
     while (count > 0) {
@@ -516,11 +530,15 @@ struct Index {
         by_rows([&](auto rows) { dot_all<rows()>(count, next); });
       } else
 #endif
+#if defined(__AMX_BF16__)
+      products.score(count, next);
+#else
       {
         const int steps = (count + Engine::STEP - 1) / Engine::STEP;
         ahead.turn_to(at + count, at + count, next, count * is.k / 8 + steps * Engine::cost(is.k, vectors));
         multiply_all(count, ahead);
       }
+#endif
       rank(count);
       __builtin_memmove(at, at + count, next * sizeof *at);
       if (x.scaled) __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
@@ -564,7 +582,9 @@ static void index_with(IndexRun *run, const IndexItem &item, const Room &scratch
   Index<T, Engine>(run, item, scratch, item.tokens, item.to).all();
 }
 
-#if defined(PA_BASE)
+#if defined(__AMX_BF16__)
+#include "index_tiles.h"
+#elif defined(PA_BASE)
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
   const int64_t base = PA_BASE.index_scratch(run, tokens, entries);
   const int64_t own = Index<bf16, PairEngine>::scratch(run, tokens, entries);
