@@ -216,11 +216,16 @@ struct Index {
   }
 
   void take_factors(int count, float by) {
-    for (int i = 0; i < INDEX_TILE; i += W) write(factors + i, splat(by));
-    for (int i = 0; x.scaled && i < count; i++) {
-      float scale;
-      __builtin_memcpy(&scale, scale_at[i], 4);
-      factors[i] = by * scale;
+    for (int i = 0; i < INDEX_TILE; i += W) {
+      vf scale = splat(1.0f);
+      const bool in_run = i + W <= count && x.block_size % W == 0 && ids[i] % W == 0 && ids[i + W - 1] - ids[i] == W - 1;
+      if (x.scaled && in_run) scale = read<vf>(scale_at[i]);
+      for (int j = i; x.scaled && !in_run && j < pa_min(i + W, count); j++) {
+        float one;
+        __builtin_memcpy(&one, scale_at[j], 4);
+        scale[j - i] = one;
+      }
+      write(factors + i, scale * splat(by));
     }
   }
 
@@ -286,7 +291,14 @@ struct Index {
     for (int i = 0; i < n; i += W) {
       const vf some = read<vf>(score + i);
       const uint32_t good = lanes_of(~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i)));
-#if PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
+#if defined(__AVX512F__)
+      const __m512i rank = _mm512_maskz_compress_epi32(good, (__m512i)ranks_of(some));
+      const __m512i name = _mm512_maskz_compress_epi32(good, (__m512i)~(place + splati(id + i)));
+      const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      write(r.numbers + r.count, _mm512_permutex2var_epi32(name, first, rank));  // what isn't good is written over
+      write(r.numbers + r.count + 8, _mm512_permutex2var_epi32(name, _mm512_add_epi32(first, _mm512_set1_epi32(8)), rank));
+      r.count += __builtin_popcount(good);
+#elif PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
       const __m256i rank = lanes_together((__m256i)ranks_of(some), good);
       const __m256i name = lanes_together((__m256i)~(place + splati(id + i)), good);
       const __m256i even = _mm256_unpacklo_epi32(name, rank), odd = _mm256_unpackhi_epi32(name, rank);

@@ -64,7 +64,7 @@ struct IndexProducts {
 
   explicit IndexProducts(Of &of)
       : of(of), panels(of.rows / (2 * W)), depth(of.is.k / 16),
-        block(of.item.tokens > 1 ? INDEX_TILE : STEP), partial(of.s + 2 * 4 * TILE_WORDS) {}
+        block(of.item.tokens > 1 ? 2 * STEP : STEP), partial(of.s + 2 * 4 * TILE_WORDS) {}
 
   // Images of 16 keys each.
   int64_t image_words() const { return depth * TILE_WORDS; }
