@@ -236,7 +236,8 @@ class Visit:
         `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`, as is the read
         before each call. Loops read the indexer's pages in its order; they convert, sum and choose
         nothing. Where products are below the bar, no kernel of this instruction set meets it. `ns`: of a
-        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together.
+        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together. `of_read`:
+        the share of the read before each call.
         """
         memory = self.torch.ones(FAR)
         for name, (counts, spec, what) in self.native.INDEXERS.items():
@@ -261,6 +262,7 @@ class Visit:
         share = (keys if what == "read" else products) / best["index"] / (amount / best["limit"])
         of_mm = products / best["index"] / (rate / best["mm"])
         more = {"of_mm": of_mm, "bar_of_mm": of_mm * 0.7 / share}
+        more["of_read"] = keys / best["index"] / (memory.nbytes / best["before"])
         if what == "read":
             for way in ("rows", "products"):
                 took = min(best[key] for key in best if key.startswith(way))

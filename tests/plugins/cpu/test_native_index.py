@@ -115,6 +115,29 @@ def test_runs_of_keys_of_128_end_anywhere(isa, threads, fields):
     assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
 
 
+@pytest.mark.parametrize("heads, size", [(64, 128), (20, 80)])
+def test_every_byte_of_a_scaled_key_counts_for_what_it_is(isa, heads, size):
+    """Zeros, subnormals, NaN, and scales of either sign; scores are sums of few values, and exact."""
+    spec = IndexerSpec(num_heads=heads, head_size=size, budget=150, cache_dtype="fp8_scaled")
+    work = step(spec, [40, 1], [300, 200])
+    frame, draw = work.frame, torch.Generator().manual_seed(0)
+    blocks, page, _ = frame.keys.shape
+    pages = frame.keys.view(torch.uint8).view(blocks, -1)
+    bytes_ = torch.randint(0, 256, (blocks * page, size), generator=draw).to(torch.uint8)
+    normal = torch.rand(len(bytes_), generator=draw) < 0.5
+    bytes_[normal] |= 8  # half of the keys have neither zeros nor subnormals
+    nan = torch.rand(bytes_.shape, generator=draw) < 1e-3
+    bytes_[(bytes_ & 0x7F == 0x7F) & ~nan] = 0xB9
+    bytes_[nan] |= 0x7F
+    signs = torch.randint(0, 2, (blocks * page,), generator=draw) * 2.0 - 1
+    pages[:, : page * size] = bytes_.view(blocks, -1)
+    pages[:, page * size :] = (signs / 4).view(torch.uint8).view(blocks, -1)
+    token, head = torch.meshgrid(torch.arange(41), torch.arange(heads), indexing="ij")
+    frame.query.zero_().scatter_(2, ((4 * head + token) % size)[..., None], 1.0)
+    frame.weights.copy_((head // 5 == token % (heads // 5)) * (1 - 2 * (head % 2)))
+    assert torch.equal(chosen(work), chosen(work, "TORCH_INDEX"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages that nobody may touch are Linux's")
 @pytest.mark.parametrize("name", FAST)
 def test_nothing_is_read_behind_an_end(isa, threads, name):

@@ -20,6 +20,10 @@ PA_INLINE int index_rows(const pa_index &x) {
   while (rows < x.num_heads && rows < W) rows *= 2;
   return x.num_heads <= W ? rows : pa_round_up(x.num_heads, W);
 }
+template <class Engine>
+PA_INLINE int rows_by(const pa_index &x) {
+  return Engine::PLANES ? pa_round_up(x.num_heads, 2 * W) : index_rows(x);
+}
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
 PA_INLINE bool is_few_rows(const pa_index &x, int tokens) {
   return tokens == 1 && index_rows(x) <= PART_ROWS;
@@ -50,11 +54,17 @@ struct InOrder {  // asks for lines that follow one another
   }
 };
 
+#if defined(__AMX_BF16__)
+template <class Of, class T>
+struct IndexProducts;  // by tile registers
+#endif
+
 template <class T, class Engine>
 struct Index {
   IndexRun *run;
   const IndexItem &item;
   const pa_index &x;
+  static constexpr int KEY_ROWS = (Engine::PLANES ? 2 : 1) * INDEX_TILE;  // tiles are converted beside products
   const int rows, lanes, vectors, room;
   Sizes is;
   bool few;
@@ -75,7 +85,7 @@ struct Index {
   static int room_of(const IndexRun *run) { return 2 * run->most + 4 * INDEX_TILE; }
 
   Index(IndexRun *run, const IndexItem &item, Arena arena, int tokens, int entries)
-      : run(run), item(item), x(*run->index), rows(index_rows(x)), lanes(tokens * rows),
+      : run(run), item(item), x(*run->index), rows(rows_by<Engine>(x)), lanes(tokens * rows),
         vectors((lanes + W - 1) / W), room(room_of(run)), is(Engine::sizes(layer_of(x))), few(false) {
     const int width = Engine::VECTORS * W, choices = tokens * x.choices, blocks = index_blocks(x, entries);
     weights = arena.take<float>(vectors * W);
@@ -84,7 +94,7 @@ struct Index {
     factors = arena.take<float>(INDEX_TILE);
     packed = arena.take<uint32_t>((int64_t)vectors * W * pa_max(is.k, pa_round_up(x.head_size, 4 * W)));
     q = (float *)packed;
-    keys = arena.take<uint32_t>((int64_t)INDEX_TILE * is.k);
+    keys = arena.take<uint32_t>((int64_t)KEY_ROWS * is.k);
     at = arena.take<const char *>(2 * INDEX_TILE + W);
     scale_at = arena.take<const char *>(2 * INDEX_TILE);
     ids = arena.take<int32_t>(2 * INDEX_TILE);
@@ -121,8 +131,8 @@ struct Index {
   void take_queries() {
     const int each = panel_vectors();
     for (int v = 0; v < vectors; v++) {
-      const int panel = v / each, ld = pa_min(each, vectors - panel * each) * W;
-      uint32_t *to = packed + (int64_t)panel * each * W * is.k + v % each * W;
+      const int panel = v / each, ld = Engine::PLANES ? W : pa_min(each, vectors - panel * each) * W;
+      uint32_t *to = packed + (Engine::PLANES ? (int64_t)v * W * is.k : (int64_t)panel * each * W * is.k + v % each * W);
       for (int d = 0; d < is.k; d += W) {
         vf block[W];
         for (int r = 0; r < W; r++) {
@@ -133,7 +143,7 @@ struct Index {
         for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
       }
     }
-    if (is.k * Engine::PER_WORD != x.head_size) __builtin_memset(keys, 0, 4L * INDEX_TILE * is.k);
+    if (is.k * Engine::PER_WORD != x.head_size) __builtin_memset(keys, 0, 4L * KEY_ROWS * is.k);
   }
 
   // Which blocks of entries each choice is given. Numbers of no block are none.
@@ -203,11 +213,16 @@ struct Index {
   }
 
   void take_factors(int count, float by) {
-    for (int i = 0; i < INDEX_TILE; i += W) write(factors + i, splat(by));
-    for (int i = 0; x.scaled && i < count; i++) {
-      float scale;
-      __builtin_memcpy(&scale, scale_at[i], 4);
-      factors[i] = by * scale;
+    for (int i = 0; i < INDEX_TILE; i += W) {
+      vf scale = splat(1.0f);
+      const bool in_run = i + W <= count && x.block_size % W == 0 && ids[i] % W == 0 && ids[i + W - 1] - ids[i] == W - 1;
+      if (x.scaled && in_run) scale = read<vf>(scale_at[i]);
+      for (int j = i; x.scaled && !in_run && j < pa_min(i + W, count); j++) {
+        float one;
+        __builtin_memcpy(&one, scale_at[j], 4);
+        scale[j - i] = one;
+      }
+      write(factors + i, scale * splat(by));
     }
   }
 
@@ -268,7 +283,14 @@ struct Index {
     for (int i = 0; i < n; i += W) {
       const vf some = read<vf>(score + i);
       const uint32_t good = lanes_of(~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i)));
-#if PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
+#if defined(__AVX512F__)
+      const __m512i rank = _mm512_maskz_compress_epi32(good, (__m512i)ranks_of(some));
+      const __m512i name = _mm512_maskz_compress_epi32(good, (__m512i)~(place + splati(id + i)));
+      const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+      write(r.numbers + r.count, _mm512_permutex2var_epi32(name, first, rank));  // what isn't good is written over
+      write(r.numbers + r.count + 8, _mm512_permutex2var_epi32(name, _mm512_add_epi32(first, _mm512_set1_epi32(8)), rank));
+      r.count += __builtin_popcount(good);
+#elif PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
       const __m256i rank = lanes_together((__m256i)ranks_of(some), good);
       const __m256i name = lanes_together((__m256i)~(place + splati(id + i)), good);
       const __m256i even = _mm256_unpacklo_epi32(name, rank), odd = _mm256_unpackhi_epi32(name, rank);
@@ -490,6 +512,10 @@ struct Index {
     Item whole = {};
     whole.heads = 1;
     Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
+#if defined(__AMX_BF16__)
+    IndexProducts<Index, T> products(*this);
+    by /= products.FACTOR;
+#endif
     int32_t entry = item.from;
     int count = find(entry, 0);
     while (count > 0) {
@@ -501,11 +527,15 @@ struct Index {
         by_rows([&](auto rows) { dot_all<rows()>(count, next); });
       } else
 #endif
+#if defined(__AMX_BF16__)
+      products.score(count, next);
+#else
       {
         const int steps = (count + Engine::STEP - 1) / Engine::STEP;
         ahead.turn_to(at + count, at + count, next, count * is.k / 8 + steps * Engine::cost(is.k, vectors));
         multiply_all(count, ahead);
       }
+#endif
       rank(count);
       __builtin_memmove(at, at + count, next * sizeof *at);
       if (x.scaled) __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
@@ -549,7 +579,9 @@ static void index_with(IndexRun *run, const IndexItem &item, const Room &scratch
   Index<T, Engine>(run, item, scratch, item.tokens, item.to).all();
 }
 
-#if defined(PA_BASE)
+#if defined(__AMX_BF16__)
+#include "index_tiles.h"
+#elif defined(PA_BASE)
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
   const int64_t base = PA_BASE.index_scratch(run, tokens, entries);
   const int64_t own = Index<bf16, PairEngine>::scratch(run, tokens, entries);

@@ -23,7 +23,7 @@
 extern "C" {
 extern const KernelTable PA_BASE;
 #if defined(__AMX_BF16__)
-extern const KernelTable pa_kernels_avx512_bf16;  // whose index is the faster: it multiplies bfloat16 as it lies
+extern const KernelTable pa_kernels_avx512_bf16;  // whose index of few heads is the faster: it multiplies keys as they lie
 #endif
 }
 #endif
@@ -61,9 +61,7 @@ namespace {
 #include "store.h"
 #include "scan.h"
 #endif
-#if !defined(__AMX_BF16__)
 #include "index.h"
-#endif
 
 #if defined(PA_BASE)
 // Above so few rows its products are faster than converting once for all of them.
@@ -188,14 +186,6 @@ int64_t scan_scratch(const pa_scan *scan) { return PA_BASE.scan_scratch(scan); }
 void scan_item(const pa_scan *scan, int64_t index, const Room &scratch) {
   PA_BASE.scan(scan, index, scratch);
 }
-#if defined(__AMX_BF16__)
-int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
-  return pa_kernels_avx512_bf16.index_scratch(run, tokens, entries);
-}
-void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
-  pa_kernels_avx512_bf16.index_item(run, item, scratch);
-}
-#endif
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   if (layer->invariant == PA_MACHINES) return Exact::scratch(*layer, rows);
