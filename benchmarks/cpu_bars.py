@@ -356,8 +356,10 @@ class Visit:
             for name, each in {"sparse": step, "host": idle, "hot": hot}.items()
         }
         calls["sparse"](), calls["hot"]()
-        with self.native.no_kernel() as empty:
-            calls["host"]()
+        with (
+            self.native.no_kernel() as empty
+        ):  # the second call is of the plan that the first one made
+            calls["host"](), calls["host"]()
         calls["empty"] = empty
         return calls, step, cache
 
