@@ -41,12 +41,13 @@ TABLE_BYTES = 64 << 20
 class Known:
     """A call that passed all checks: what another one of its step must have in common with it.
 
-    `form`: shapes, strides, dtypes and devices of query and choice. `result`: shape, dtype and device of
+    `query`, `choice`: shape, stride, dtype and device of each. `result`: shape, dtype and device of
     the output; `alike`: an empty one is made like the query. `pages`: strides of the cache's pages, and
     pages between blocks, runs and heads. `run` does the call's work.
     """
 
-    form: tuple[Any, ...]
+    query: tuple[Any, ...]
+    choice: tuple[Any, ...]
     result: tuple[Any, ...]
     alike: bool
     pages: tuple[Any, ...]
@@ -56,16 +57,12 @@ class Known:
     def of(cls, frame: Frame, pages: tuple[Any, ...], run: AddressedChoice) -> Known:
         query, choice, out = frame.query, frame.choice, frame.out
         assert choice is not None
-        return cls(
-            (
-                query.shape, query.stride(), query.dtype, query.device,
-                choice.shape, choice.stride(), choice.dtype, choice.device,
-            ),
-            (out.shape, out.dtype, out.device),
-            query.is_contiguous() and (query.shape, query.dtype) == (out.shape, out.dtype),
-            pages,
-            run,
-        )  # fmt: skip
+        like_query, like_choice = (
+            (each.shape, each.stride(), each.dtype, each.device) for each in (query, choice)
+        )
+        result = out.shape, out.dtype, out.device
+        alike = query.is_contiguous() and (query.shape, query.dtype) == result[:2]
+        return cls(like_query, like_choice, result, alike, pages, run)
 
 
 class Piece(Op):
@@ -285,15 +282,12 @@ class SparseStep(StepPlan):
             or query.__class__ is not Tensor
             or choice is None
             or choice.__class__ is not Tensor
-            or known.form
-            != (
-                query.shape, query.stride(), query.dtype, query.device,
-                choice.shape, choice.stride(), choice.dtype, choice.device,
-            )
+            or (query.shape, query.stride(), query.dtype, query.device) != known.query
+            or (choice.shape, choice.stride(), choice.dtype, choice.device) != known.choice
             or query.requires_grad
             or forward_ad._current_level >= 0
             or self._num_blocks > cache.num_blocks
-        ):  # fmt: skip
+        ):
             return None
         view, steps = cache.in_pages_of(self.planner.page_size, self.planner.spec.num_kv_heads)
         if (*view.strides, steps) != known.pages:

@@ -260,10 +260,8 @@ def addressed_choice(
     call = lib.pa_attend_chosen
     (qt, qh), (kb, kt, kh), (vb, vt, vh) = strides
     heads, size = spec.num_heads, spec.v_head_size
-    alike = _TENSORS.pack(
-        *(0, 0, 0, 0, 0), table.data_ptr(), 0, 0, qt, qh, kb, kt, kh, vb, vt, vh,
-        heads * size, size, heads, 1, table.stride(0), 0, 1.0, 1.0,
-    )  # fmt: skip
+    ints = qt, qh, kb, kt, kh, vb, vt, vh, heads * size, size, heads, 1, table.stride(0), 0
+    alike = _TENSORS.pack(*[0] * 5, table.data_ptr(), 0, 0, *ints, 1.0, 1.0)
     packed = _packed(chosen, chosen.choice)
 
     def run(
@@ -275,12 +273,10 @@ def addressed_choice(
         lse: Tensor | None,
         choice: Tensor,
     ) -> bool:
-        blocks = key.shape[0]
-        this = pack(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), choice.data_ptr(), blocks,
-            params.k_scale, params.v_scale,
-        )  # fmt: skip
+        blocks, scales = key.shape[0], (params.k_scale, params.v_scale)
+        inputs = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        this = pack(*inputs, *results, choice.data_ptr(), blocks, *scales)
         failed = call(plan.handle, alike, packed, this)
         if failed and failed != _OTHER_LENGTHS:
             raise _failed(lib.pa_error().decode(), blocks)
