@@ -280,8 +280,11 @@ class Visit:
         torch's matrix product, and those that the bar takes. Before each call 512 MiB are read, so that
         none finds in a cache what the one before it read.
 
-        `floor`: the share of rows and `host` alone. In ms: `host`, a call whose kernel does nothing;
-        `empty`, an empty native function; `team`, some lines read by each thread; `hot`, one block alone.
+        A call is a layer's in a planned step, as those of all layers of a step but the first are.
+
+        `floor`: the share of rows and `host` alone. In ms: `host`, a call whose native part does nothing;
+        `empty`, such a part; `team`, some lines read by each thread; `hot`, one block alone; `first`, a
+        step's planning and its first layer.
         """
         memory = self.torch.ones(FAR)
         for name, (spec, layout) in SPARSE.items():
@@ -328,10 +331,11 @@ class Visit:
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
                  rows_of_read=share("rows"), products_of_read=share("products"),
                  floor=share("rows", best["host"]),
-                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot")})  # fmt: skip
+                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot", "first")},
+        )  # fmt: skip
 
     def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
-        """Return a layer's calls, `sparse`, `host`, `hot` and `empty`, its step and its cache."""
+        """Return a layer's calls, `sparse` and those that explain it, its step and its cache."""
         from polyattn import Batch, LayerGroup, SparseAttention, select
         from polyattn.settings import current_settings
 
@@ -345,21 +349,22 @@ class Visit:
         for stored in (cache.key, cache.value):
             stored[:] = torch.randn_like(stored[:1])
         table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-        step, idle, hot = (
-            layer.group.plan(Batch.from_lens([1] * seqs, [length] * seqs, blocks, block))
-            for blocks in (table, table, torch.zeros_like(table))
-        )
+        batch = Batch.from_lens([1] * seqs, [length] * seqs, table, block)
+        near = Batch.from_lens([1] * seqs, [length] * seqs, torch.zeros_like(table), block)
+        step, idle, hot = (layer.group.plan(each) for each in (batch, batch, near))
         query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
+        inputs = query, None, None, cache
         scopes = part.choices(spec.num_heads, spec.num_kv_heads)
         ids = torch.rand(seqs, scopes, length // part.granularity)
         choice = ids.topk(part.budget).indices.sort().values.int()  # ascending, as an indexer's
         calls: Calls = {
-            name: partial(layer, query, None, None, cache, each, choice=choice)
+            name: partial(layer, *inputs, each, choice=choice)
             for name, each in {"sparse": step, "host": idle, "hot": hot}.items()
         }
+        calls["first"] = lambda: layer(*inputs, layer.group.plan(batch), choice=choice)
         calls["sparse"](), calls["hot"]()
         with self.native.no_kernel() as empty:
-            calls["host"]()
+            calls["host"](), calls["host"]()  # the later one by the plan that the first one made
         calls["empty"] = empty
         return calls, step, cache
 

@@ -10,7 +10,7 @@ import ctypes
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -189,12 +189,12 @@ def read_runs(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
 @contextmanager
 def no_kernel() -> Iterator[Callable[[], object]]:
     """Let steps that are planned inside call an empty function in the kernel's place: the one yielded."""
-    library = kernels()
-    attend, library.pa_attend = library.pa_attend, library.pa_error
-    try:
+    library, names = kernels(), ("pa_attend", "pa_attend_chosen")
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(setattr, library, name, getattr(library, name))
+            setattr(library, name, library.pa_error)
         yield library.pa_error
-    finally:
-        library.pa_attend = attend
 
 
 def without_kernel(work: Any) -> Callable[[], object]:

@@ -19,6 +19,8 @@ from polyattn.spec.layer import LayerSpec
 
 Addressed = Callable[..., None]
 """Takes (query, key, value, params, out, lse): `AttentionBackend.addressed`."""
+AddressedChoice = Callable[..., bool]
+"""Takes a choice behind these: `AttentionBackend.addressed_choice`."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,6 +218,23 @@ class AttentionBackend(Backend, ABC):
 
         Returns:
             A function as in `addressed`; keys and values are pages, the parameters have no scales.
+
+        """
+        return None
+
+    def addressed_choice(
+        self, plan: Plan, strides: PageStrides, chosen: ChosenPages
+    ) -> AddressedChoice | None:
+        """Return `page` and `addressed_pages` as one call; None if the backend hasn't it.
+
+        Args:
+            plan: the return value of `plan`, of the choice's rows.
+            strides: the query's and the pages', in elements.
+            chosen: the choice, and where its pages go: all calls bring choices of its shape, contiguous.
+
+        Returns:
+            A function of (query, key, value, params, out, lse, choice). It returns False where a row has
+            another length than in the plan, and then `out` may hold anything.
 
         """
         return None

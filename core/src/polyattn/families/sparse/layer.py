@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
@@ -117,6 +118,18 @@ class SparseAttention(ChoosingLayer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
+        # Of what an earlier call of the step has checked, nothing changes from layer to layer.
+        if (
+            not is_dynamo_compiling()
+            and plan.__class__ is SparseStep
+            and plan.group is self.group
+            and cache is self._known_cache
+            and not (self.checks or self._params.rotate)
+            and self.sinks is None
+        ):
+            again = plan.again(self._params, query, key, value, cache, choice, out)
+            if again is not None:
+                return again
         return self._called("query", (query, key, value, choice), cache, plan, out)
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:

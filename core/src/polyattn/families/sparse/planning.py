@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.runtime.backend import Addressed, AttentionBackend, PageStrides, SparseBackend
+from polyattn.runtime.backend import (
+    Addressed,
+    AddressedChoice,
+    AttentionBackend,
+    PageStrides,
+    SparseBackend,
+)
 from polyattn.runtime.cache.kv_cache import ALLOCATORS, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import with_sinks
@@ -27,6 +35,34 @@ from polyattn.spec.decompose import questions, sparse_blocks
 
 TABLE_BYTES = 64 << 20
 """What the block tables of a call's rows may take while they are made: longer steps come in pieces."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A call that passed all checks: what another one of its step must have in common with it.
+
+    `query`, `choice`: shape, stride, dtype and device of each. `result`: shape, dtype and device of
+    the output; `alike`: an empty one is made like the query. `pages`: strides of the cache's pages, and
+    pages between blocks, runs and heads. `run` does the call's work.
+    """
+
+    query: tuple[Any, ...]
+    choice: tuple[Any, ...]
+    result: tuple[Any, ...]
+    alike: bool
+    pages: tuple[Any, ...]
+    run: AddressedChoice
+
+    @classmethod
+    def of(cls, frame: Frame, pages: tuple[Any, ...], run: AddressedChoice) -> Known:
+        query, choice, out = frame.query, frame.choice, frame.out
+        assert choice is not None
+        like_query, like_choice = (
+            (each.shape, each.stride(), each.dtype, each.device) for each in (query, choice)
+        )
+        result = out.shape, out.dtype, out.device
+        alike = query.is_contiguous() and (query.shape, query.dtype) == result[:2]
+        return cls(like_query, like_choice, result, alike, pages, run)
 
 
 class Piece(Op):
@@ -53,6 +89,8 @@ class Piece(Op):
         self.last: tuple[list[int], Call] | None = None
         self.chosen: ChosenPages | None = None
         self.run_by: tuple[Call, tuple[Any, ...], Addressed | None] | None = None
+        self.chosen_by: tuple[Call, tuple[Any, ...], AddressedChoice | None] | None = None
+        self.known: Known | None = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -65,7 +103,7 @@ class Piece(Op):
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out.view(frame.out.shape), lse, sinks)
-        if sinks is not None or not _is_written_through(frame.out):
+        if sinks is not None or not self._is_written_through(frame.out):
             frame.out.copy_(out.view(frame.out.shape))
         if frame.lse is not None and lse is not None:
             frame.lse.copy_(lse)
@@ -91,7 +129,9 @@ class Piece(Op):
                 self.lens,
                 choice,
             )
-        chosen.choice = choice
+        chosen.choice = choice if choice.is_contiguous() else choice.contiguous()
+        if self.last and (results := self._at_once(self.last[1], frame, view, chosen)):
+            return results
         if not planner.backend.page(chosen):
             self.page(chosen)
         return self.called(self.call or self.planned(self.lens.tolist()), frame, view)
@@ -124,18 +164,12 @@ class Piece(Op):
         self, call: Call, frame: Frame, cache: KVCache, places: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Run the backend's call for the rows, over a view of the cache."""
-        spec, scales, lse = self.planner.spec, frame.params, None
-        query, out = frame.query, frame.out
-        shape = (self.lens.shape[0], spec.num_heads, spec.v_head_size)
-        if spec.needs_lse:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
+        spec, scales, lse, out = self.planner.spec, frame.params, self._lse(), frame.out
+        shape, query = (self.lens.shape[0], spec.num_heads, spec.v_head_size), frame.query
         params = LayerParams(k_scale=scales.k_scale, v_scale=scales.v_scale)
-        if _is_written_through(out):
-            by_token, by_head, by_item = query.stride()
-            if query.shape[1] != spec.num_heads or by_item != 1:  # its rows aren't its tokens
-                query = query.contiguous()
-                by_token, by_head = spec.num_heads * spec.head_size, spec.head_size
-            run = self._addressed(call, (by_token, by_head), cache)
+        if self._is_written_through(out):
+            query, strides = self._rows_of(query)
+            run = self._addressed(call, strides, cache)
             if run is not None:
                 run(query, cache.key, cache.value, params, out, lse)
                 return out, lse
@@ -146,21 +180,59 @@ class Piece(Op):
         call.run(Frame(query, None, None, cache, params, out, lse, places))
         return out, lse
 
+    def _is_written_through(self, out: Tensor) -> bool:
+        """Whether a view of an output in other shapes is that output."""
+        return self.planner.has_views and out.is_contiguous()
+
+    def _lse(self) -> Tensor | None:
+        if not self.planner.spec.needs_lse:
+            return None
+        shape = len(self.lens), self.planner.spec.num_heads
+        return torch.empty(shape, dtype=torch.float32, device=self.lens.device)
+
+    def _rows_of(self, query: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return a query that has rows at even distances, and the strides of rows and heads."""
+        spec, (by_token, by_head, by_item) = self.planner.spec, query.stride()
+        if query.shape[1] == spec.num_heads and by_item == 1:
+            return query, (by_token, by_head)
+        # Its rows aren't its tokens.
+        return query.contiguous(), (spec.num_heads * spec.head_size, spec.head_size)
+
     def _addressed(self, call: Call, query: tuple[int, int], cache: KVCache) -> Addressed | None:
         """Return the backend's call by addresses, where it has one; it is made once a plan."""
         strides = query, *cache.strides
         if self.run_by is None or self.run_by[0] is not call or self.run_by[1] != strides:
             run = None
             if isinstance(call.backend, AttentionBackend):
-                pages = PageStrides(query, cache.strides[0][:3], cache.strides[1][:3])
-                run = call.backend.addressed_pages(call.plan, pages)
+                run = call.backend.addressed_pages(call.plan, _pages(query, cache))
             self.run_by = call, strides, run
         return self.run_by[2]
 
+    def _at_once(
+        self, call: Call, frame: Frame, cache: KVCache, chosen: ChosenPages
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Page and attend by one call of the backend; None if it has none, or rows have other lengths."""
+        if not self._is_written_through(frame.out):
+            return None
+        query, strides = self._rows_of(frame.query)
+        pages, choice = (*cache.strides, chosen.steps), chosen.choice
+        form = strides, pages, choice.shape
+        if self.chosen_by is None or self.chosen_by[0] is not call or self.chosen_by[1] != form:
+            run = call.backend.addressed_choice(call.plan, _pages(strides, cache), chosen)
+            self.chosen_by = call, form, run
+        run = self.chosen_by[2]
+        if run is None:
+            return None
+        lse = self._lse()
+        if not run(query, cache.key, cache.value, frame.params, frame.out, lse, choice):
+            return None
+        if lse is None and query is frame.query and choice is frame.choice:
+            self.known = Known.of(frame, pages, run)
+        return frame.out, lse
 
-def _is_written_through(out: Tensor) -> bool:
-    """Whether a view of an output in other shapes is that output: JAX's tensors have no such views."""
-    return out.is_contiguous() and out.device.type not in ALLOCATORS
+
+def _pages(query: tuple[int, int], cache: KVCache) -> PageStrides:
+    return PageStrides(query, cache.strides[0][:3], cache.strides[1][:3])
 
 
 class RowsPiece(Piece):
@@ -182,6 +254,68 @@ class SparseStep(StepPlan):
     def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
         super().__init__(planner.group, batch, (before, *pieces))
         self.before, self.pieces, self.planner = before, pieces, planner
+        self.alone = pieces[0] if len(pieces) == 1 else None
+        spec, heads = self.group.spec, (batch.num_tokens, self.group.spec.num_kv_heads)
+        # What a call may bring; entries of several tokens come by `store` alone.
+        self._brought: tuple[Any, Any] = None, None
+        if spec.sparse is not None and spec.sparse.tokens_per_entry == 1:
+            self._brought = (*heads, spec.head_size), (*heads, spec.v_head_size)
+
+    def again(
+        self,
+        params: LayerParams,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache,
+        choice: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """Run the step for tensors like those of an earlier call, and return the output.
+
+        None where something differs, or may: all checks are then to be made, and nothing is wrong yet.
+        """
+        known = None if self.alone is None else self.alone.known
+        # A cold call pays for each object that it touches, so this calls few functions.
+        if (
+            known is None
+            or query.__class__ is not Tensor
+            or choice is None
+            or choice.__class__ is not Tensor
+            or (query.shape, query.stride(), query.dtype, query.device) != known.query
+            or (choice.shape, choice.stride(), choice.dtype, choice.device) != known.choice
+            or query.requires_grad
+            or forward_ad._current_level >= 0
+            or self._num_blocks > cache.num_blocks
+        ):
+            return None
+        view, steps = cache.in_pages_of(self.planner.page_size, self.planner.spec.num_kv_heads)
+        if (*view.strides, steps) != known.pages:
+            return None
+        if out is None:
+            if known.alike:
+                out = torch.empty_like(query)
+            else:
+                out = query.new_empty(known.result[0], dtype=known.result[1])
+        elif (
+            out.__class__ is not Tensor
+            or (out.shape, out.dtype, out.device) != known.result
+            or out.requires_grad
+            or not out.is_contiguous()
+        ):
+            return None
+        if key is not None or value is not None:
+            for each, shape in zip((key, value), self._brought, strict=True):
+                if (
+                    each.__class__ is not Tensor
+                    or (each.shape, each.dtype, each.device) != (shape, query.dtype, query.device)
+                    or each.requires_grad
+                ):
+                    return None
+            self.before.run(Frame(query, key, value, cache, params, out, None))
+        if known.run(query, view.key, view.value, params, out, None, choice):
+            return out
+        return None
 
     def explain(self) -> str:
         spec, batch = self.group.spec, self.batch
@@ -227,6 +361,9 @@ class Planner(StepPlanner):
         if sparse.scope == "head":
             self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
         self.rows = len(self.heads)
+        self.has_views = (
+            group.torch_device.type not in ALLOCATORS
+        )  # JAX's tensors have no such views
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
+    AddressedChoice,
     AttentionBackend,
     Batch,
     BatchError,
@@ -57,6 +58,8 @@ _LAYER = struct.Struct("@11i2f2P")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 _CHOSEN = struct.Struct("@7P5q13i")
+_CALL = struct.Struct("@6Pq2f")
+_OTHER_LENGTHS = 3
 
 
 @cache
@@ -246,6 +249,51 @@ def addressed(
     return run
 
 
+def addressed_choice(
+    plan: StepPlan, spec: LayerSpec, strides: PageStrides, chosen: ChosenPages
+) -> AddressedChoice:
+    """Return `addressed` over the pages of choices of one shape, which each call writes.
+
+    It reads and writes `chosen`'s tensors as long as it is called.
+    """
+    lib, pack, table = kernels(), _CALL.pack, chosen.table
+    call = lib.pa_attend_chosen
+    (qt, qh), (kb, kt, kh), (vb, vt, vh) = strides
+    heads, size = spec.num_heads, spec.v_head_size
+    ints = qt, qh, kb, kt, kh, vb, vt, vh, heads * size, size, heads, 1, table.stride(0), 0
+    alike = _TENSORS.pack(*[0] * 5, table.data_ptr(), 0, 0, *ints, 1.0, 1.0)
+    packed = _packed(chosen, chosen.choice)
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+        choice: Tensor,
+    ) -> bool:
+        blocks, scales = key.shape[0], (params.k_scale, params.v_scale)
+        inputs = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        this = pack(*inputs, *results, choice.data_ptr(), blocks, *scales)
+        failed = call(plan.handle, alike, packed, this)
+        if failed and failed != _OTHER_LENGTHS:
+            raise _failed(lib.pa_error().decode(), blocks)
+        return not failed
+
+    return run
+
+
+def _packed(chosen: ChosenPages, ids: Tensor) -> bytes:
+    """Return `pa_chosen` of contiguous ids; the same in each call of the step but for these."""
+    if chosen.facts is None:
+        chosen.facts = _facts(chosen)
+    before, seqs, behind = chosen.facts
+    tokens, choices, width = ids.shape
+    return _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
+
+
 def _facts(chosen: ChosenPages) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """Return `pa_chosen`'s fields before, between and behind a choice's sizes."""
     sparse, batch, table = chosen.spec.sparse, chosen.batch, chosen.batch.block_table
@@ -296,13 +344,8 @@ class NativeAttention(AttentionBackend):
         return NativePlan(batch, step, self.cache is not None)
 
     def page(self, chosen: ChosenPages) -> bool:
-        # This runs once a layer, so it reads what is the same in each call of the step.
-        if chosen.facts is None:
-            chosen.facts = _facts(chosen)
-        (before, seqs, behind), ids = chosen.facts, chosen.choice.contiguous()
-        tokens, choices, width = ids.shape
-        packed = _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
-        if kernels().pa_pages(packed, torch.get_num_threads()):
+        ids = chosen.choice.contiguous()
+        if kernels().pa_pages(_packed(chosen, ids), torch.get_num_threads()):
             raise NativeError(
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
             )
@@ -322,6 +365,14 @@ class NativeAttention(AttentionBackend):
         if self.turns is not None:
             return None
         return addressed(plan.step, self.spec, strides, plan.batch.block_table)
+
+    def addressed_choice(
+        self, plan: Plan, strides: PageStrides, chosen: ChosenPages
+    ) -> AddressedChoice | None:
+        assert isinstance(plan, NativePlan)
+        if self.turns is not None:
+            return None
+        return addressed_choice(plan.step, self.spec, strides, chosen)
 
     def run(self, plan: NativePlan, frame: Frame) -> None:
         if self.turns is None:

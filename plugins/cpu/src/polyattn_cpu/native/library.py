@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 13
+ABI = 14
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -57,6 +57,7 @@ def load() -> ctypes.CDLL:
         ("pa_scan_step", ctypes.c_int64, [text, text, count]),
         ("pa_choose", ctypes.c_int, [text, text, count]),
         ("pa_pages", ctypes.c_int, [text, count]),
+        ("pa_attend_chosen", ctypes.c_int, [pointer, text, text, text]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

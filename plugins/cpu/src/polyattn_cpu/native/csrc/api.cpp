@@ -198,7 +198,14 @@ bool fill(pa_plan *plan) {
 
 void run_one(void *context, Turn *turn) {
   Run *run = (Run *)context;
-  run->plan->kernels->run_item(run, turn);
+  if (__atomic_load_n(&run->bad, __ATOMIC_RELAXED) != PA_OTHER_LENGTHS) run->plan->kernels->run_item(run, turn);
+}
+
+void write_row(void *context, int32_t index, char *room) {
+  Run *run = (Run *)context;
+  const int32_t seq = run->plan->items[index].seq;
+  if (pa_write_row(run->chosen, seq, room) == run->plan->lens[seq]) return;
+  __atomic_store_n(&run->bad, PA_OTHER_LENGTHS, __ATOMIC_RELAXED);
 }
 
 struct StoreRun {
@@ -343,8 +350,8 @@ void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t
   std::memcpy(numbers, found, sizeof found);
 }
 
-int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
-  Run run = {plan, *tensors, nullptr, nullptr, 0};
+static int attend(const pa_plan *plan, const pa_tensors &tensors, const pa_chosen *chosen) {
+  Run run = {plan, tensors, nullptr, nullptr, 0, chosen};
   Buffer *buffer = nullptr;
   if (plan->num_parts) {
     int64_t counters = ((int64_t)plan->num_groups * 4 + 63) / 64 * 64;
@@ -362,14 +369,39 @@ int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   for (int32_t i = 0; i < plan->num_items; i++) cost += plan->items[i].cost;
   int64_t useful = 1 + cost * (plan->layer.head_size + plan->layer.v_head_size) / 1000000;
   int32_t threads = useful < plan->num_threads ? (int32_t)useful : plan->num_threads;
-  bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes + plan->kept_bytes, run_one, &run);
+  const Taking rows = {write_row, chosen ? pa_row_room(chosen) : 0};
+  bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes + plan->kept_bytes, run_one, &run, false,
+                          chosen ? &rows : nullptr);
   if (buffer) pa_give_buffer(buffer);
   if (!fine) {
     fail("there is no memory for %lld bytes of scratch; let other work end first", (long long)plan->scratch_bytes);
     return 2;
   }
-  if (run.bad) fail("block_table points outside the cache");
+  if (run.bad == 1) fail("block_table points outside the cache");
   return run.bad;
+}
+
+int pa_attend(const pa_plan *plan, const pa_tensors *tensors) { return attend(plan, *tensors, nullptr); }
+
+int pa_attend_chosen(const pa_plan *plan, const pa_tensors *alike, const pa_chosen *chosen, const pa_call *call) {
+  pa_tensors tensors = *alike;
+  pa_chosen choice = *chosen;
+  tensors.query = call->query;
+  tensors.key = call->key;
+  tensors.value = call->value;
+  tensors.out = call->out;
+  tensors.lse = call->lse;
+  tensors.num_blocks = call->num_blocks;
+  tensors.k_scale = call->k_scale;
+  tensors.v_scale = call->v_scale;
+  choice.ids = call->ids;
+  if (plan->num_items == plan->num_seqs) return attend(plan, tensors, &choice);  // an item for each row
+  if (pa_pages(&choice, plan->num_threads)) {
+    fail("there is no memory; let other work end first");
+    return 2;
+  }
+  if (std::memcmp(choice.counts, plan->lens, sizeof(int32_t) * plan->num_seqs)) return PA_OTHER_LENGTHS;
+  return attend(plan, tensors, nullptr);
 }
 
 int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count, int32_t threads) {

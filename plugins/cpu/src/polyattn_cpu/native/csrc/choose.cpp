@@ -122,10 +122,18 @@ const int32_t *sorted(int32_t *numbers, int32_t *room, int32_t n, int64_t most) 
   return numbers;
 }
 
-// One token's rows.
 void write_pages(void *context, Turn *turn) {
-  const pa_chosen &x = *(const pa_chosen *)context;
-  const int64_t token = turn->index, at = x.first + token;
+  const pa_chosen *chosen = (const pa_chosen *)context;
+  for (int32_t i = 0; i < chosen->num_rows; i++) {
+    pa_write_row(chosen, (int64_t)turn->index * chosen->num_rows + i, turn->scratch.at);
+  }
+}
+
+}  // namespace
+
+int32_t pa_write_row(const pa_chosen *chosen, int64_t row, char *room) {
+  const pa_chosen &x = *chosen;
+  const int64_t token = row / x.num_rows, at = x.first + token;
   const int64_t seq = std::min<int64_t>(std::upper_bound(x.starts + 1, x.starts + x.num_seqs + 1, at) - x.starts, x.num_seqs) - 1;
   const int64_t len = x.lens[seq], seen = x.causal ? std::min(len - x.starts[seq + 1] + at + 1, len) : len;
   const int64_t visible = std::max<int64_t>(seen, 0) / x.tokens_per_entry;
@@ -133,38 +141,34 @@ void write_pages(void *context, Turn *turn) {
   const int32_t runs = x.block_size / x.page_size;  // pages of a block
   int32_t shift = 0;
   while (1 << shift < runs) shift++;
-  int32_t *ids = (int32_t *)turn->scratch.at;
-  for (int32_t row = 0; row < x.num_rows; row++) {
-    const int32_t *from = x.ids + (token * x.choices + (x.choices > 1 ? row : 0)) * x.width;
-    int32_t *to = x.pages + (token * x.num_rows + row) * x.pages_row, n = 0, most = 0;
-    int64_t entries = 0;
-    bool part = false, ascends = true;  // pages hold an incomplete group, the last one, once
-    for (int32_t i = 0; i < x.width; i++) {
-      const int64_t entry = (int64_t)from[i] * x.group, shown = x.physical ? x.group : visible - entry;
-      if (from[i] < 0 || shown <= 0 || (shown < x.group && part)) continue;
-      part |= shown < x.group;
-      ids[n++] = from[i];
-      ascends &= from[i] >= most;
-      most = pa_max(most, from[i]);
-      entries += x.physical ? 1 : std::min<int64_t>(shown, x.group);
-    }
-    const int32_t *groups = ascends ? ids : sorted(ids, ids + x.width, n, most);
-    const int64_t head = x.heads[row] * x.by_head;
-    for (int32_t i = 0, inside = 0; i < n * each; i++) {
-      const int64_t page = (int64_t)*groups * each + inside, block = runs == 1 << shift ? page >> shift : page / runs;
-      const int64_t stored = x.physical ? block : table[std::min<int64_t>(block, x.blocks - 1)];
-      to[i] = (int32_t)(stored * x.by_block + (page - block * runs) * x.by_run + head);
-      if (++inside == each) inside = 0, groups++;
-    }
-    std::fill(to + n * each, to + x.width * each, (int32_t)head);
-    x.counts[token * x.num_rows + row] = (int32_t)entries;
+  const int32_t in_token = (int32_t)(row % x.num_rows);
+  const int32_t *from = x.ids + (token * x.choices + (x.choices > 1 ? in_token : 0)) * x.width;
+  int32_t *to = x.pages + row * x.pages_row, *ids = (int32_t *)room, n = 0, most = 0;
+  int64_t entries = 0;
+  bool part = false, ascends = true;  // pages hold an incomplete group, the last one, once
+  for (int32_t i = 0; i < x.width; i++) {
+    const int64_t entry = (int64_t)from[i] * x.group, shown = x.physical ? x.group : visible - entry;
+    if (from[i] < 0 || shown <= 0 || (shown < x.group && part)) continue;
+    part |= shown < x.group;
+    ids[n++] = from[i];
+    ascends &= from[i] >= most;
+    most = pa_max(most, from[i]);
+    entries += x.physical ? 1 : std::min<int64_t>(shown, x.group);
   }
+  const int32_t *groups = ascends ? ids : sorted(ids, ids + x.width, n, most);
+  const int64_t head = x.heads[in_token] * x.by_head;
+  for (int32_t i = 0, inside = 0; i < n * each; i++) {
+    const int64_t page = (int64_t)*groups * each + inside, block = runs == 1 << shift ? page >> shift : page / runs;
+    const int64_t stored = x.physical ? block : table[std::min<int64_t>(block, x.blocks - 1)];
+    to[i] = (int32_t)(stored * x.by_block + (page - block * runs) * x.by_run + head);
+    if (++inside == each) inside = 0, groups++;
+  }
+  std::fill(to + n * each, to + x.width * each, (int32_t)head);
+  return x.counts[row] = (int32_t)entries;
 }
 
-}  // namespace
-
 int pa_pages(const pa_chosen *chosen, int32_t threads) {
-  return pa_parallel(chosen->num_tokens, threads, 8L * chosen->width + 64, write_pages, (void *)chosen) ? 0 : -1;
+  return pa_parallel(chosen->num_tokens, threads, pa_row_room(chosen), write_pages, (void *)chosen) ? 0 : -1;
 }
 
 int pa_choose(const char *isa, const pa_index *index, int32_t threads) {

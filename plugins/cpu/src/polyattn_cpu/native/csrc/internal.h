@@ -51,7 +51,8 @@ struct Run {
   pa_tensors t;
   float *parts;
   int32_t *done;  // per group: parts that are finished
-  int32_t bad;    // set where a block table's entry is outside the cache
+  int32_t bad;    // 0, or what `pa_attend` returns
+  const pa_chosen *chosen;  // whose rows the threads write as they take items; NULL: all are there
 };
 
 // Some tokens of a sequence with an indexer's entries [from, to) of it.
@@ -86,6 +87,10 @@ static inline uint64_t pa_candidate(uint32_t rank, int32_t id) {
 }
 // Keeps the `count` largest of n numbers, in their order; `room` holds n. Returns how many there are.
 int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room);
+// Writes the pages of a choice's row, which is a token's for a KV head, and returns how many entries it has; `room`
+// of `pa_row_room` bytes.
+int32_t pa_write_row(const pa_chosen *chosen, int64_t row, char *room);
+static inline int64_t pa_row_room(const pa_chosen *chosen) { return 8L * chosen->width + 64; }
 // Ends a row: writes the ids of its candidates.
 void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n);
 

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 13  // library.py refuses a library of another number
+#define PA_ABI 14  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -111,7 +111,8 @@ PA_EXPORT void pa_plan_free(pa_plan *plan);
 enum { PA_ITEM_FIELDS = 13 };
 PA_EXPORT void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t *groups);
 
-// Returns 0, or 1 where a block table's entry points outside the cache (its item is left unwritten).
+// Returns 0; 1 where a block table's entry points outside the cache (its item is left unwritten); 2 where memory is
+// short.
 PA_EXPORT int pa_attend(const pa_plan *plan, const pa_tensors *tensors);
 
 // A step's new rows, (num_tokens, num_heads, head_size): a bias is added, an RMS norm of each head or of
@@ -220,6 +221,22 @@ typedef struct {
 
 // Returns 0, or -1 where memory is short.
 PA_EXPORT int pa_pages(const pa_chosen *chosen, int32_t threads);
+
+// What differs between the calls of a step over choices of one shape.
+typedef struct {
+  const void *query, *key, *value;
+  void *out;
+  float *lse;
+  const int32_t *ids;
+  int64_t num_blocks;
+  float k_scale, v_scale;
+} pa_call;
+
+// `pa_pages` and `pa_attend` in one region of threads; what `call` has counts. The plan has a sequence for each of the
+// choice's rows. Returns 0; 1 as `pa_attend`; 2 where memory is short; or 3 where some row is of another length than
+// the plan's: the call then is to be repeated with a plan of their lengths, as `pa_pages` counts them.
+enum { PA_OTHER_LENGTHS = 3 };
+PA_EXPORT int pa_attend_chosen(const pa_plan *plan, const pa_tensors *alike, const pa_chosen *chosen, const pa_call *call);
 
 #ifdef __cplusplus
 }

@@ -26,7 +26,8 @@ struct Job {
   void (*body)(void *, Turn *);
   void *context;
   int32_t count;
-  int64_t scratch_bytes;
+  int64_t scratch_bytes;  // of an item, with what `taking` has
+  const Taking *taking;
   int32_t ranges = 1;
   int32_t next[MOST_RANGES];  // in each range the first item that no thread has taken; taken atomically
   int processor = -1;  // the caller's, as it began
@@ -100,14 +101,16 @@ int32_t first_of(const Job &job, int32_t range) { return (int32_t)((int64_t)job.
 void take_items(Job &job, int32_t own) {
   char *memory = scratch.at_least(job.scratch_bytes);
   if (!memory) return;
+  const int64_t own_bytes = job.scratch_bytes - (job.taking ? job.taking->bytes : 0);
   for (int32_t i = 0; i < job.ranges; i++) {
     const int32_t range = (own + i) % job.ranges;
-    Turn turn = {0, first_of(job, range + 1), -1, &job.next[range], false, false, {memory, job.scratch_bytes}};
+    Turn turn = {0, first_of(job, range + 1), -1, &job.next[range], false, false, {memory, own_bytes},
+                 job.taking, job.context, memory + own_bytes};
     while ((turn.index = pa_following(&turn)) < turn.count) {
       turn.following = -1;
       turn.asked = turn.asked_after;
       turn.asked_after = false;
-      if (poisoned) std::memset(memory, 0xFF, job.scratch_bytes);
+      if (poisoned) std::memset(memory, 0xFF, own_bytes);
       job.body(job.context, &turn);
     }
   }
@@ -195,12 +198,14 @@ void by_team(Pool *of, Job &job) {
 void pa_poison(void) { poisoned = true; }
 
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *, Turn *), void *context, bool by_ranges) {
+                 void (*body)(void *, Turn *), void *context, bool by_ranges, const Taking *taking) {
+  if (taking) scratch_bytes = (scratch_bytes + 63) / 64 * 64 + taking->bytes;
   Job job;
   job.body = body;
   job.context = context;
   job.count = count;
   job.scratch_bytes = scratch_bytes;
+  job.taking = taking;
   if (!scratch.at_least(scratch_bytes)) return false;
   int32_t helpers = (threads < count ? threads : count) - 1;
   if (by_ranges && helpers > 0) job.ranges = helpers < MOST_RANGES ? helpers + 1 : MOST_RANGES;

@@ -14,6 +14,13 @@ struct Room {
   int64_t left;
 };
 
+// What a thread does for an item as it takes it, before anybody reads what that makes. `room`: so many bytes of the
+// thread's own.
+struct Taking {
+  void (*taken)(void *context, int32_t index, char *room);
+  int64_t bytes;
+};
+
 // A thread's part in a region: which item it does, and, once it wants to know, which one after it.
 struct Turn {
   int32_t index, count;     // of the item; where its range ends
@@ -21,11 +28,17 @@ struct Turn {
   int32_t *next;            // the first item of the range that no thread has taken
   bool asked, asked_after;  // the first keys of this item, of the following one, were asked for before
   Room scratch;
+  const Taking *taking;     // NULL: nothing to do
+  void *context;
+  char *room;
 };
 
 // Takes the item that this thread does next; none where it is not below `count`.
 static inline int32_t pa_following(Turn *turn) {
-  if (turn->following < 0) turn->following = __atomic_fetch_add(turn->next, 1, __ATOMIC_RELAXED);
+  if (turn->following < 0) {
+    turn->following = __atomic_fetch_add(turn->next, 1, __ATOMIC_RELAXED);
+    if (turn->taking && turn->following < turn->count) turn->taking->taken(turn->context, turn->following, turn->room);
+  }
   return turn->following;
 }
 
@@ -35,7 +48,8 @@ static inline int32_t pa_following(Turn *turn) {
 // in each call, as its cache may hold what it wrote there.
 // False where memory is short. Calls from several threads at once are fine: the later one runs alone.
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *context, Turn *turn), void *context, bool by_ranges = false);
+                 void (*body)(void *context, Turn *turn), void *context, bool by_ranges = false,
+                 const Taking *taking = nullptr);
 
 // Memory that is used again: at least `bytes`, at a cache line. NULL where memory is short.
 struct Buffer {

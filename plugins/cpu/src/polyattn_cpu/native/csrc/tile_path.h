@@ -20,7 +20,8 @@ struct TileLayout {
   int rows, units, heads;    // of a unit; units per head; heads
   int lanes, k, v;           // of the scores; padded sizes, in bfloat16 elements
   TileLayout(const pa_layer &layer, int heads, int per_head)
-      : rows(pa_min(per_head, 16)), units((per_head + 15) / 16), heads(heads),
+      // A single head's lanes fill a register anyway; whole units take one configuration of the tiles.
+      : rows(heads == 1 && per_head >= 8 ? 16 : pa_min(per_head, 16)), units((per_head + 15) / 16), heads(heads),
         lanes(pa_round_up(heads * units * rows, W)), k(pa_round_up(layer.head_size, 32)),
         v(pa_round_up(layer.v_head_size, VALUE_STEP)) {}
   int64_t query_words() const { return (int64_t)rows * k / 2; }  // of a unit
@@ -56,6 +57,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   float *o, *s, *alpha, *row;
   int64_t value_head;  // from a head's values to the next one's, in bytes
   int64_t strides[TILE_KEYS / 16];  // between a tile's rows of 16 keys; 0: not even
+  int configured = -1;              // which configuration the tiles have
 
   Tile(Run *run, const Item &item, Arena &arena)
       : run(run), item(item), layer(run->plan->layer),
@@ -97,7 +99,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Sums are (16 keys, rows) of scores and (rows, 16 elements) of outputs. Of whole units the two
   // don't differ.
-  void configure(bool outputs) const {
+  void configure(bool outputs) {
+    if (is.rows == 16) outputs = false;
+    if (configured == outputs) return;
+    configured = outputs;
     struct {
       uint8_t palette, start, reserved[14];
       uint16_t bytes[16];
@@ -128,8 +133,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       const int token = (first + r) / ratio, head = (item.head0 + h) * ratio + (first + r) % ratio;
       from[r] = (const uint16_t *)run->t.query + (token0 + token) * run->t.query_token +
                 head * run->t.query_head;
-      set_lane(run, item, lanes, lane + r, item.token0 + token, head);
+      if (r && (first + r) % ratio) {
+        same_lane(run, lanes, lane + r, head);
+      } else {
+        set_lane(run, item, lanes, lane + r, item.token0 + token, head);
+      }
     }
+    const __mmask16 used = (__mmask16)((1u << is.rows) - 1);
     uint32_t *to = query_at(lane);
     for (int d = 0; d < is.k; d += 32) {
       const int some = pa_min(32, layer.head_size - d);
@@ -137,7 +147,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       vf block[W] = {};
       for (int r = 0; r < count; r++) block[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + d);
       transpose(block);
-      for (int i = 0; i < W; i++, to += is.rows) __builtin_memcpy(to, block + i, 4 * is.rows);
+      for (int i = 0; i < W; i++, to += is.rows) _mm512_mask_storeu_epi32(to, used, (__m512i)block[i]);
     }
   }
 
@@ -495,7 +505,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
                                              walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
     if (changed) rescale();
-    if (is.rows < 16) configure(true);
+    configure(true);
     return weigh_tile(walk, asks);
   }
 
