@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-DRAWN = re.compile(r"(.* )?(pair .*|(head_size|block_size|kv_heads|gqa) \d+)|rows \S+ .+")
-"""Labels of numeric cases: two features, another size, a feature over a format of rows."""
+DRAWN = re.compile(r"(.* )?(head_size|block_size|kv_heads|gqa) \d+|rows \S+ .+")
+"""Labels of numeric cases: another size, a feature over a format of rows."""
 
 
 def rare(item: Any) -> bool:

@@ -32,19 +32,23 @@ OF_FP8 = "fp8 or pairs or search"
 
 @PARTS
 @pytest.mark.parametrize(
-    ("backend", "profile", "chip", "chosen", "least"),
+    ("backend", "profile"), [("ROCM_ATTN", "mi300x"), ("ROCM_FLASH_ATTN", "mi250x")]
+)
+def test_conforms_over_the_fake(backend: str, profile: str, part: tuple[str, ...]) -> None:
+    options = ("--polyattn-as", profile, *OVER_FAKES, *part)
+    conforms(backend, 40, *options, **over_the_fakes("gfx942"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "least"),
     [
-        ("ROCM_ATTN", "mi300x", "gfx942", OVER_FAKES[1], 40),
-        ("ROCM_ATTN", "mi355x", "gfx950", OF_FP8, 12),
-        pytest.param("ROCM_ATTN", "mi355x", "gfx950", "", 40, marks=pytest.mark.sweep),
-        ("ROCM_FLASH_ATTN", "mi250x", "gfx942", OVER_FAKES[1], 40),
+        pytest.param(OF_FP8, 12, marks=pytest.mark.slow),
+        pytest.param("", 40, marks=pytest.mark.sweep),
     ],
 )
-def test_conforms_over_the_fake(
-    backend: str, profile: str, chip: str, chosen: str, least: int, part: tuple[str, ...]
-) -> None:
-    options = ("-k", chosen, "--polyattn-as", profile, "-x", *part)
-    conforms(backend, least, *options, **over_the_fakes(chip))
+def test_conforms_over_the_fake_of_ocp_fp8(chosen: str, least: int) -> None:
+    options = ("-k", chosen, "--polyattn-as", "mi355x", "-x")
+    conforms("ROCM_ATTN", least, *options, **over_the_fakes("gfx950"))
 
 
 @pytest.mark.slow
