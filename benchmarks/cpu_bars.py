@@ -236,8 +236,8 @@ class Visit:
         `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`, as is the read
         before each call. Loops read the indexer's pages in its order; they convert, sum and choose
         nothing. Where products are below the bar, no kernel of this instruction set meets it. `ns`: of a
-        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together. `of_read`:
-        the share of the read before each call.
+        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together.
+        `of_read`: the share of the read before each call.
         """
         memory = self.torch.ones(FAR)
         for name, (counts, spec, what) in self.native.INDEXERS.items():

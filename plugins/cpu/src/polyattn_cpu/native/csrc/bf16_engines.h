@@ -15,10 +15,11 @@ struct MulPairs {
 // The first `count` elements as bfloat16; `count` may exceed W only for storage of 16 bits.
 template <class T>
 PA_INLINE void copy_bf16(const T *from, uint16_t *to, int count) {
-  if constexpr (sizeof(T) == 2) {
-    __builtin_memcpy(to, from, 2 * count);
+  int i = 0;
+  if constexpr (sizeof(T) == 2) {  // by vectors, as compilers make a string instruction of 64 bytes that are copied
+    for (; i + 2 * W <= count; i += 2 * W) write(to + i, read<vu>(from + i));
+    if (i < count) __builtin_memcpy(to + i, from + i, 2 * (count - i));
   } else {
-    int i = 0;
 #if defined(__AVX512BF16__)
     for (; i + 64 <= count; i += 64) {
       const Halves x = halves(from + i, 64);
