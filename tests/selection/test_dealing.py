@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from heapq import heapreplace
 from typing import Any
 
@@ -98,7 +99,7 @@ def dealt(name: str, spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[floa
     q, n = np.array(rows).T
     counts = deal(spec, q, n, NO_END)(name, PROCESSORS).exact()
     size = 64 if spec.latent else 128
-    assert name == "heads" or counts.rows == (counts.longest > 0)
+    assert name == "heads" or (counts.rows > 0) == (counts.longest > 0)
     return counts.pairs * spec.num_heads / PROCESSORS / size**2, counts.longest
 
 
@@ -224,16 +225,38 @@ def test_tiles_are_as_high_as_a_head_size_has_them(size: int, high: int, block: 
 
 
 @pytest.mark.parametrize(("tokens", "high"), [(2, 16), (4, 32), (9, 64)])
-def test_a_soft_cap_costs_by_rows(tokens: int, high: int) -> None:
-    """A low tile's block costs half of one of 64 rows whatever its rows; with a cap, a tenth."""
+def test_a_low_tiles_block_costs_by_its_rows_if_heads_are_wide(tokens: int, high: int) -> None:
+    """Half of it does; of heads up to 128 it costs as much as one of 64 rows."""
     q, n = np.array([tokens] * 5), np.array([900] * 5)
-    capped, plain = (
-        deal(spec, q, n, NO_END)("whole", PROCESSORS)
-        for spec in (DENSE.replace(logit_soft_cap=30.0), DENSE)
+    for size, rows in ((64, 64), (256, (64 + high) / 2)):
+        spec = DENSE.replace(head_size=size, v_head_size=size)
+        counts = deal(spec, q, n, NO_END)("whole", PROCESSORS)
+        length = counts.pairs * spec.num_heads / PROCESSORS / 64 / rows
+        assert length == pytest.approx(round(length), abs=1e-3)
+
+
+def test_a_kernel_has_one_models_coefficients_in_all_kinds_of_steps() -> None:
+    """Low tiles of chunks are timed as short rows are, tall tiles of short rows as chunks are."""
+    weights: Any = (9.0, 0.1, 1e-7, 1e-5, 3e-9, 1e-7)
+    short, chunked = (
+        TimingModel("A", kind, tuple(by * w for w in weights), deal="whole", processors=PROCESSORS)
+        for kind, by in (("short", 1), ("chunked", 3))
     )
-    expected = (0.1 * 64 + 0.9 * high) / (0.5 * 64 + 0.5 * high)
-    assert capped.pairs / plain.pairs == pytest.approx(expected, rel=1e-4)
-    assert capped[:3] == plain[:3]
+    both, alone = Predictor(DENSE, [short, chunked]), Predictor(DENSE, [chunked])
+    steps = {("chunked", "short"): ([9] * 4, [400] * 4), ("short", "chunked"): ([16] * 9, [90_000] * 9),
+             ("chunked", "chunked"): ([60], [400]), ("short", "short"): ([3], [400])}  # fmt: skip
+    for (kind, whose), (q, n) in steps.items():
+        shape = both.shape(kind, q, n)
+        (mine,) = both.among(kind, ["A"])
+        other = both.among(whose, ["A"])[0]
+        assert mine.us(shape) == other.us(shape) >= mine.floor(shape)
+        assert mine.us(shape) == pytest.approx(sum(both.terms(kind, "A", shape).values()))
+        model = {"short": short, "chunked": chunked}[whose]
+        only = Predictor(DENSE, [replace(model, kind=kind)])
+        assert mine.us(shape) == only.among(kind, ["A"])[0].us(only.shape(kind, q, n))
+    q, n = steps["chunked", "short"]
+    shape = alone.shape("chunked", q, n)
+    assert alone.among("chunked", ["A"])[0].us(shape) > both.among("chunked", ["A"])[0].us(shape)
 
 
 DRAWN = {"short": (2, 16), "prefill": (17, 900), "chunked": (17, 900)}

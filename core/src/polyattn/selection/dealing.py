@@ -59,16 +59,25 @@ SHORT, FEW_KEYS, LOW = 16, 1536, 16
 a tile of which three programs run on a processor."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
-TALL_BLOCK, PORTABLE = 0.35, 0.7
-"""What a (row, key) takes of one of a low tile of 64 rows: in Hopper's own prefill, in the portable."""
-CAPPED = 0.1
-"""What a block of a low tile costs whatever its rows, of one of 64 rows; half without a soft cap."""
+ALONE = 1.2
+"""What a block of prompts with heads of 64 costs, by the portable prefill, of those of which registers
+leave room for two programs on a processor: groups of up to four heads, eight with sinks, that are powers
+of two, by which no division is needed."""
+L2_BYTES = 50 << 20
+"""Of keys and values, beyond which stretches of tiles read each block from memory."""
 PARTIAL, SHORT_PARTIAL = 4, 2
-"""Reads and writes of a token, in 16 bits, that a part of it costs; in short rows."""
+"""Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
+MERGING, FEW_PARTS, AT_ONCE = 4, 4, 16
+"""What a program that merges costs TRITON_ATTN, in the same. It has a row, or four of few parts; so many
+parts are read at once, the next ones after these."""
+APART = 4
+"""Reads and writes of a token that it costs beside, if a group is one head: a tile's rows lie apart.
+So in FlashAttention-3, and in Hopper's prefill with wide heads."""
 PACKED = {16: 0.6, 64: 1.0, 128: 1.6}
 """FlashInfer's tiles of short rows: the time of each, of one of 64 rows. Two run on a processor."""
-PIECE, PAGE = 128, 16
-"""Keys that its pieces have at the least, and that each costs beside its own; it cuts at pages."""
+PIECE, PAGE, READ = 128, 16, 8
+"""Keys that its pieces have at the least, and that each costs beside its own; it cuts at pages. To merge
+costs so many reads and writes of a token, whatever its parts."""
 
 
 class Step:
@@ -123,7 +132,7 @@ def _cut(step: Step, processors: int) -> Counts:
         high = LOW_TILE
     each, first, blocks = step.tiles(group, high, block)
     tops, most = blocks[first], -(-step.most * group // high)
-    longest, parts, tokens = largest(tops), 1, step.tokens
+    longest, parts, tokens = largest(tops), 1, step.tokens + APART * step.tokens // group
     merging = most * heads < FULL * processors and longest > UNCUT
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
@@ -135,7 +144,7 @@ def _cut(step: Step, processors: int) -> Counts:
             blocks = cut(share, blocks - (times - 1) * share, times)
             each = np.add.reduceat(times, first)
     ends, area = ended(blocks + BEGIN, processors, heads, each), processors * high * block
-    return ends.counts(area, spec.num_heads, int(merging), tokens, merging * parts)
+    return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts)
 
 
 def _apart(step: Step, processors: int) -> Counts:
@@ -173,7 +182,7 @@ def _packed(step: Step, processors: int) -> Counts:
     rows = Rows.of(each, pages, limit)
     merged, tokens = int(rows.most > 1), step.tokens
     if merged:
-        tokens += SHORT_PARTIAL * int(step.queries @ rows.parts)
+        tokens += int(step.queries @ rows.parts) + READ * step.tokens
     on_one = 1 if rows.pieces * heads <= processors else 2
     ends = rows.ended(PIECE // PAGE, heads, slots)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
@@ -191,25 +200,32 @@ def _whole(step: Step, processors: int) -> Counts:
     if low:
         return _low(step, processors, min(LOW_TILE, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
-    cached = spec.head_size > HOPPER[0] or not np.array_equal(step.queries, step.lens)
+    size, fresh = spec.head_size, np.array_equal(step.queries, step.lens)
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
-    own = spec.head_size in HOPPER and cached and plain
+    own = size in HOPPER and plain and (size > HOPPER[0] or not fresh)
     block = WIDE if own and narrow else LOW_TILE
     units = step.tiles(group, WIDE, block)[2] + ITEM
     units[::-1].sort()
-    slots, longest = max(1, processors // heads), int(units[0])
-    area = processors * WIDE * block * (TALL_BLOCK if own else PORTABLE)
+    # Of heads of 64 the portable prefill has two programs on a processor, over pages.
+    places = processors if own or fresh or size > HOPPER[0] else 2 * processors
+    slots, longest, area = max(1, places // heads), int(units[0]), processors * WIDE * block
+    if fresh and not own and size == HOPPER[0] and group not in (1, 2, 4, 8 * spec.learned_sinks):
+        area = int(ALONE * area)
     mean = total(units) / slots
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + min(least, MERGE * own))
-    begins = spec.head_size // WIDE if own else 1  # blocks that a tile costs beside those planned
+    begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
+    kind = "chunked" if step.most <= SHORT else ""
+    tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
-        tokens = step.tokens + PARTIAL * shares.pieces * WIDE // group
-        ends = at(shares.length + begins * shares.begun)
-        return ends.counts(area, spec.num_heads, 1, tokens, shares.parts)
-    ends = ended(units + begins, processors, heads, np.ones_like(units) if own else None)
-    return ends.counts(area, spec.num_heads, 0, step.tokens, 0)
+        ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE)
+        held = heads * total(step.lens) * 4 * size
+        read = shares.length * block if held > L2_BYTES else 0
+        tokens += rows / group
+        return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
+    ends = ended(units + begins, places, heads, np.ones_like(units) if own else None)
+    return ends.counts(area, spec.num_heads, 0, tokens, 0, kind)
 
 
 def _turning(units: Ints, slots: int) -> int:
@@ -221,7 +237,7 @@ def _turning(units: Ints, slots: int) -> int:
 
 
 def _low(step: Step, processors: int, high: int) -> Counts:
-    """Count tiles of so many rows in stretches; each that a program begins costs a block more."""
+    """Count tiles of so many rows in stretches."""
     narrow, group = step.spec.head_size <= WIDE, step.spec.gqa_ratio
     each, first, blocks = step.tiles(group, high, LOW_TILE if narrow else LOW_TILE // 2)
     units = blocks + ITEM
@@ -230,47 +246,64 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     on_one = 3 if high == LOW and narrow else 2
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
     shares = Shares.of(units, largest(units), slots)
-    fixed = CAPPED if step.spec.logit_soft_cap else 0.5
-    area = processors * LOW_TILE * (fixed * LOW_TILE + (1 - fixed) * high)
-    merged = int(shares.parts > 1)
-    # A merging program looks for as many parts of its tile as the longest one has.
-    parts = SHORT_PARTIAL * shares.pieces + merged * len(units) * shares.parts // 4
-    ends, tokens = at(shares.length + shares.begun), step.tokens + parts * high // group
-    return ends.counts(area, step.spec.num_heads, merged, tokens, merged * shares.begun)
+    fixed = LOW_TILE if narrow else (LOW_TILE + high) // 2  # rows that a block costs
+    waits, rows = shares.merging(high)
+    beside = (shares.begun + waits / 2) / step.spec.num_kv_heads
+    ends, tokens = at(shares.length), step.tokens + rows / group
+    return ends.counts(
+        processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, "short"
+    )
 
 
 class Shares(NamedTuple):
     """Units in shares of one length, as TRITON_ATTN cuts them.
 
-    `parts`: of the longest unit. `pieces`: of cut units. `begun`: the most units of a slot.
+    `parts`: of the longest unit. `pieces`: of cut units. `begun`: the most units of a slot. `programs`:
+    that merge, by the rows of a tile.
     """
 
     length: int
     parts: int
     pieces: int
     begun: int
+    programs: int
 
     @classmethod
     def of(cls, units: Ints, longest: int, slots: int) -> Shares:
         """Return the shares of so many slots."""
         every, number = total(units), len(units)
-        least = max(-(-every // slots), WORTH)
+        least, programs = max(-(-every // slots), WORTH), min(number, slots)
         length, parts = alike(number, longest, slots, least)
         if length <= SLACK * every / slots + 1:  # all are taken for as long as the longest
-            return cls(length, parts, number * parts * (parts > 1), -(-number // slots))
+            pieces = number * parts * (parts > 1)
+            return cls(length, parts, pieces, -(-number // slots), programs)
         first, last = on_line(units, least)
         beyond = last[last > first]
         begun = largest(np.bincount(np.concatenate((first, beyond))))
         pieces = total(last) - total(first) + len(beyond)
-        return cls(least, min(slots, (longest - 2) // least + 2), pieces, begun)
+        parts = min(slots, (longest - 2) // least + 2)
+        return cls(least, parts, pieces, begun, programs)
+
+    def merging(self, high: int) -> tuple[int, int]:
+        """Return how often a program waits for parts, and what merging reads and writes, for a KV head.
+
+        The latter in rows of tokens. Tiles that aren't cut have programs, too. `high`: rows of a tile.
+        """
+        if self.parts == 1:
+            return 0, 0
+        programs = self.programs * high // (4 if self.parts <= FEW_PARTS else 1)
+        return -(-self.parts // AT_ONCE), SHORT_PARTIAL * self.pieces * high + MERGING * programs
 
 
 HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart, "whole": _whole}
 """What counts a step over heads, by the name of the way."""
 
 LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
-LEAST["prefill"] = LEAST["chunked"] = {"whole": TALL_BLOCK}
+LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
+
+SWITCHES = {"whole": ("short", "chunked")}
+"""Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]
 

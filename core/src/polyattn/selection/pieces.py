@@ -24,19 +24,23 @@ ROUNDS, MANY = 8, 1056
 class Counts(NamedTuple):
     """What takes the place of a step's rows, queries, longest row and pairs of a token and a key.
 
-    `rows`: 1 if anything is merged. `longest`: parts of the longest row, if it is; over latents some of
-    all pieces beside; of low tiles the most of a program; of heads apart the keys that a processor reads.
+    `rows`: 1 if anything is merged, of heads by KV head; of TRITON_ATTN how often a program waits for
+    parts, and what low tiles of a program cost beside. `longest`: parts of the longest row, if any is
+    merged; over latents some of all pieces beside; of TRITON_ATTN's other tiles, and of heads apart, the
+    keys that a processor reads from memory.
     `queries`: tokens, and what their parts are in these; over latents, where a program's own rows
     count, each processor has a tile more. `pairs`: as many as if all processors had what the fullest
     one has; `deal_out` tells them where they are bounds: `pairs` at the least, `most` at the most.
+    `kind`: of the steps whose coefficients these are for; empty: of this one.
     """
 
-    rows: int
+    rows: float
     queries: int
     longest: int
     pairs: int
     most: int
     deal_out: Callable[[], int] | None = None
+    kind: str = ""
 
     def exact(self) -> Counts:
         """Return the counts with pairs that aren't bounds."""
@@ -57,12 +61,20 @@ class Ends(NamedTuple):
         """Return the time itself."""
         return self.deal_out() if self.deal_out else self.low
 
-    def counts(self, area: float, heads: int, merged: int, queries: float, longest: int) -> Counts:
+    def counts(
+        self,
+        area: float,
+        heads: int,
+        merged: float,
+        queries: float,
+        longest: int,
+        kind: str = "",
+    ) -> Counts:
         """Return the counts of a processor that has so many blocks of an area in (row, key)."""
         low, high, deal_out = self
         exact = (lambda: int(deal_out() * area) // heads) if deal_out else None
         pairs, most = int(low * area) // heads, int(high * area) // heads
-        return Counts(merged, int(queries), longest, pairs, most, exact)
+        return Counts(merged, int(queries), longest, pairs, most, exact, kind)
 
 
 def at(time: float) -> Ends:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import LEAST, Dealer, deal
+from polyattn.selection.dealing import LEAST, SWITCHES, Dealer, deal
 from polyattn.selection.pieces import Counts
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
@@ -42,10 +42,10 @@ class StepShape(NamedTuple):
     `pairs` counts pairs of a query token and a key that it sees; if all rows are short, or keys latents,
     those of whole tiles. `tiles` counts tiles of `TALL` rows of (token, head of a group), over all KV
     heads. `runs` counts runs of neighbouring rows of equal lengths, of decodes each row. `dealt`: the
-    shape as a way of dealing keys out makes it, by its name.
+    shape as a way of dealing keys out makes it, by its name. `kind`: as in `Counts`.
     """
 
-    rows: int
+    rows: float
     queries: int
     keys: int
     longest: int
@@ -53,6 +53,7 @@ class StepShape(NamedTuple):
     tiles: int
     runs: int
     dealt: Any = {}
+    kind: str = ""
 
 
 NO_DEALS: Mapping[str, int] = {}
@@ -128,10 +129,9 @@ class Dealt(Mapping[str, StepShape]):
         """Return two shapes whose times bound the exact one's. They cost little."""
         counts = self._known.get(name) or self._dealer(name, self._deals[name])
         self._known[name] = counts = counts.exact() if exact else counts
-        _, _, keys, _, _, tiles, runs, _ = self._shape
-        low = StepShape(
-            counts.rows, counts.queries, keys, counts.longest, counts.pairs, tiles, runs
-        )
+        _, _, keys, _, _, tiles, runs, *_ = self._shape
+        rows, queries, longest, pairs, *_, kind = counts
+        low = StepShape(rows, queries, keys, longest, pairs, tiles, runs, {}, kind)
         return low, low._replace(pairs=counts.most) if counts.deal_out else low
 
     def __iter__(self) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _dealt(
     sums = (shape.queries, most, shape.longest)
     plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
     dealer = deal(spec, queries, lens, _seen(spec, 0), sums) if shape.keys else lambda *_: plain
-    return StepShape(*shape[:-1], Dealt(shape, deals, dealer))
+    return StepShape(*shape[:7], Dealt(shape, deals, dealer))
 
 
 def _heads(spec: LayerSpec) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
     overlap, whole, by_run, _ = form
 
     def us(shape: StepShape) -> float:
-        rows, queries, keys, longest, pairs, tiles, runs, _ = shape
+        rows, queries, keys, longest, pairs, tiles, runs, _, _ = shape
         busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
         if not overlap:
             busy += b + c
@@ -224,6 +224,17 @@ def terms(weights: Sequence[float], form: Form, shape: StepShape) -> dict[str, f
         counted = max(OVERLAPPING, key=values.__getitem__)
         values |= {term: 0.0 for term in OVERLAPPING if term != counted}
     return values
+
+
+def _by_kind(timers: Mapping[str, Callable[[StepShape], float]]) -> Callable[[StepShape], float]:
+    """Return the function of a shape's kind, or the one of no name."""
+    own = timers[""]
+    return own if len(timers) == 1 else lambda shape: timers.get(shape.kind, own)(shape)
+
+
+def _least(floors: Sequence[Callable[[StepShape], float]]) -> Callable[[StepShape], float]:
+    """Return what gives the least of some functions."""
+    return floors[0] if len(floors) == 1 else lambda shape: min(us(shape) for us in floors)
 
 
 class Weighed(NamedTuple):
@@ -279,19 +290,27 @@ class Predictor:
         self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            us = timer(model.weights(spec), form_of(model))
             full = LEAST.get(model.kind, {}).get(model.deal, 1.0)
             if model.deal:
                 self.deals[model.kind][model.deal] = model.processors
+            made = {"": model} | self._switched(model)
+            weights = {kind: (m.weights(spec), form_of(m)) for kind, m in made.items()}
             self._weighed[model.kind][model.backend] = Weighed(
                 model.backend,
-                us,
-                floor(model.weights(spec), form_of(model), full),
+                _by_kind({kind: timer(*some) for kind, some in weights.items()}),
+                _least([floor(*some, full) for some in weights.values()]),
                 model.deal,
                 1 + model.margin,
                 model.host or slowest,
                 model.by_run,
             )
+
+    def _switched(self, model: TimingModel) -> dict[str, TimingModel]:
+        """Return the models that take a model's place where keys are dealt out to another kernel."""
+        others = {
+            kind: self._models.get((kind, model.backend)) for kind in SWITCHES.get(model.deal, ())
+        }
+        return {kind: other for kind, other in others.items() if other and other.deal == model.deal}
 
     def shape(self, kind: str, queries: Ints, lens: Ints) -> StepShape:
         """Return the shape of a call of a kind, as far as its models look at it."""
@@ -350,6 +369,8 @@ class Predictor:
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
         model = self._models[kind, name]
+        if model.deal:
+            model = self._switched(model).get(shape.dealt[model.deal].kind, model)
         return terms(model.weights(self.spec), form_of(model), shape)
 
 

@@ -63,8 +63,11 @@ def features(points: Sequence[Point], form: Form) -> Array:
     return np.array(rows, dtype=np.float64)
 
 
-def fit(points: Sequence[Point]) -> Fit | None:
-    """Return the best form's fit; None where too few points are there to judge one."""
+def fit(points: Sequence[Point], deal: str = "") -> Fit | None:
+    """Return the best form's fit; None where too few points are there to judge one.
+
+    `deal`: the way that keys are dealt out, where it is known.
+    """
     if len(points) < LEAST_POINTS:
         return None
     times, folds = np.array([p.us for p in points]), _folds(points)
@@ -72,7 +75,7 @@ def fit(points: Sequence[Point]) -> Fit | None:
     forms = [
         Form(whole=whole, by_run=by_run) for whole, by_run in product(_thresholds(points), launches)
     ]
-    forms += [Form(deal=deal) for deal in points[0].shape.dealt]
+    forms = [Form(deal=deal)] if deal else forms + [Form(deal=way) for way in points[0].shape.dealt]
     tables = {form: features(points, form) for form in forms}
     held = {
         form._replace(overlap=overlap): _held_out(table, times, folds, overlap)
