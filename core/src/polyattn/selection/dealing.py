@@ -20,6 +20,7 @@ one, since causality hides keys from each but the last; over latents a row's are
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -50,8 +51,9 @@ LOW_TILE, ONE_GROUP = 64, (64, 128)
 """But 64 rows where the longest query's fit, of these head sizes."""
 PAGES = ((8, 32), (16, 64), (32, 128), (64, 192))
 """Up to how many keys on the average FlashInfer's pieces have so many; beyond, multiples of 256."""
-FEW_HEADS, LOW = 32, 16
-"""Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows."""
+FEW_HEADS, LOW, MERGED = 32, 16, 16
+"""Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows; parts of a
+tile that it merges in the time of a block."""
 ROUNDS = 8
 """Pieces a processor from which on the processors are taken to end together."""
 ITEM, WORTH, MERGE = 1, 3, 6
@@ -207,30 +209,32 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[flo
     `few`: two programs share a processor, so that a block takes half of it.
     """
     each, blocks, most, count = tiles.each, tiles.blocks, tiles.most, tiles.number
-    roles = few or count >= 2 * rows  # a kernel whose pipeline is deeper
-    item, least = (1, 0) if few else (4, 0) if roles else (2, 2)
+    item = 1 if few else 4
     programs, lanes = processors * (1 + few), 1
-    units = np.repeat(blocks + item, each)
+    keys = np.repeat(blocks, each)
     if 1 < most <= programs <= SLACK * (programs - programs % most) and count == most * rows:
-        # Tiles of a row lie side by side.
-        programs, lanes, units = programs // most, most, blocks + item
+        programs, lanes, keys = programs // most, most, blocks  # a row's tiles lie side by side
+    units = keys + item
     number, total, longest = len(units), int(units.sum()), tiles.longest + item
-    share = first = max(-(-total // programs), item + least)
-    alike, parts = _alike(number, longest, programs, share)
-    length = parts * alike if number <= programs else longest
+    share = first = max(-(-total // programs), item)
+    most = share + item if number <= programs else 0
+    for one in range(max(-(-int(keys.sum()) // programs), 1), most + 1):
+        if int(np.maximum((keys + one - 1) // one, 1).sum()) <= programs:
+            one = max(one, round(math.sqrt(tiles.longest / MERGED)))
+            cut = (keys + one - 1) // one  # each piece has a program of its own
+            return one / (1 + few), int(cut.max()), int(cut[cut > 1].sum()) * lanes
+    alike = -(-number // programs) * longest
     limit = int(SLACK * share) + 2 * item
-    search = roles and number <= 8 * programs and int(units.min()) <= min(limit, 2 * share)
-    if alike <= SLACK * total / programs + 1 and not (search and length * number == total):
-        return alike / (1 + few), parts, number * parts * lanes
+    search = number <= 8 * programs and int(units.min()) <= min(limit, 2 * share)
+    if alike <= SLACK * total / programs + 1 and not (search and longest * number == total):
+        return alike / (1 + few), 1, number * lanes
     units[::-1].sort()
-    if not roles and longest <= max(SLACK * total / programs + 1, share):
-        return max(_end(units, programs), share), 1, 0
     while search and share <= limit:  # the long ones in stretches, the others whole
-        cut = int(np.count_nonzero(units > share))
-        free = min(programs - -(-int(units[:cut].sum()) // share), number - cut)
-        end = _end(units[cut:], free) if free > 0 else limit + 1
+        long = int(np.count_nonzero(units > share))
+        free = min(programs - -(-int(units[:long].sum()) // share), number - long)
+        end = _end(units[long:], free) if free > 0 else limit + 1
         if end <= share:
-            pieces = int((-(-units[:cut] // share)).sum())
+            pieces = int((-(-units[:long] // share)).sum())
             return share / (1 + few), -(-longest // share), pieces * lanes
         share = min(int(end), share + -(-share // 16))
     ends = units.cumsum()
