@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 from unittest.mock import patch
@@ -275,7 +274,7 @@ LATENTS: dict[str, tuple[list[int], list[int], int]] = {
 
 
 def thinned() -> Iterator[Any]:
-    """Yield cases of MLA. Of those of several tokens, which are in lockstep, the sweep has two in three.
+    """Yield cases of MLA. Of those of several tokens the sweep has two in three.
 
     The others have any three values together, but for a third of the names with blocks and heads.
     """
@@ -289,28 +288,30 @@ def thinned() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "stored", "block", "heads"), [*thinned()])
 def test_mla(name: str, stored: str, block: int, heads: int) -> None:
-    """Up to 32 heads of one token are columns, 16 or 32; others are rows, in lockstep.
+    """Up to 32 heads of one token are columns, 16 or 32; others are rows, of e4m3 in lockstep.
 
     So are those over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
-    kernel = "mla_hopper_kernel"
+    kernel = "latents_kernel" if stored == "auto" else "mla_hopper_kernel"
     if heads <= 32 and max(queries) == 1 and block % 64 == 0:
         kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
 
 
-@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
-def test_mla_by_another_kernel(stored: str) -> None:
+@pytest.mark.parametrize(
+    "stored, queries", [("auto", [1, 1]), ("auto", [4, 2]), ("fp8_e4m3", [1, 1])]
+)
+def test_mla_by_another_kernel(stored: str, queries: list[int]) -> None:
     """Rows that the copy engine can't describe are copied in lockstep."""
     with patch.object(mla, "latent_boxes", lambda *_: None):
-        latent([1, 1], [900, 130], 64, 20, 5, None, stored=stored, kernel="mla_hopper_kernel")
+        latent(queries, [900, 130], 64, 20, 5, None, stored=stored, kernel="mla_hopper_kernel")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads, block, stored, kernel", [
-    (16, 16, "auto", "mla_hopper_kernel"), (16, 64, "auto", "few_heads_kernel"),
+    (33, 16, "fp8_e4m3", "mla_hopper_kernel"), (16, 64, "auto", "few_heads_kernel"),
     (16, 64, "fp8_e4m3", "latent_bytes_kernel"), (96, 64, "auto", "latents_kernel"),
 ])  # fmt: skip
 def test_mla_of_heads_beyond_2_31_elements(
@@ -318,8 +319,7 @@ def test_mla_of_heads_beyond_2_31_elements(
 ) -> None:
     """A head's place needs 64 bits: what overflows 32 is an error."""
     far = (1 << 31) // (heads - 1) + 8
-    roles = kernel == "latents_kernel"
-    latent([1], [130], block, heads, 5, None, roles=roles, stored=stored, kernel=kernel, far=far)
+    latent([1], [130], block, heads, 5, None, stored=stored, kernel=kernel, far=far)
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -327,13 +327,14 @@ def test_mla_of_heads_beyond_2_31_elements(
 def test_mla_by_roles(name: str, block: int) -> None:
     """Two tiles of rows or more a sequence: one group of warps scores, another follows."""
     queries, lens, sms = LATENTS[name]
-    latent(queries, lens, block, 96, sms, None, name.endswith("context"), roles=True)
+    context = name.endswith("context")
+    latent(queries, lens, block, 96, sms, None, context, kernel="latents_kernel")
 
 
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("topk, sms", [(100, 6), pytest.param(640, 3, marks=pytest.mark.slow)])
 def test_sparse_mla(topk: int, sms: int, block: int) -> None:
-    latent([1, 2], [300, 700], block, 20, sms, topk)
+    latent([1, 2], [300, 700], block, 20, sms, topk, kernel="mla_hopper_kernel")
 
 
 def latents(
@@ -387,14 +388,14 @@ def latent(
     sms: int,
     topk: int | None,
     context: bool = False,
-    roles: bool = False,
     stored: str = "auto",
-    kernel: str = "",
+    *,
+    kernel: str,
     far: int = 0,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
-    `context`: all keys are before the queries. `roles`: the kernel with roles may run, and does.
+    `context`: all keys are before the queries. `kernel`: which runs.
     `far`: how far heads lie from one another, in elements.
     """
     spec = LayerSpec(
@@ -415,14 +416,11 @@ def latent(
     slots, choice = seen(tokens, table, block, topk, chance)
     with patch.object(launch, "facts", h200(sms)):
         backend = (mla.TritonMLASparse if topk else mla.TritonMLA)(spec, form, HOPPER)
-    if not topk:
-        backend.kernels.config = replace(backend.kernels.config, roles=roles or stored != "auto")
     batch = Batch.from_lens(queries, lens, table, block)
     plan = backend.plan(batch.over_context() if context else batch)
     with on_host() as launches:
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     merges = ["merge_kernel"] * (plan.merging is not None)
-    kernel = kernel or ("latents_kernel" if roles else "mla_hopper_kernel")
     assert [k.fn.__name__ for k, _ in launches] == [kernel, *merges]
     held = cache.key.double().view(-1, 576)
     wanted, sums = (

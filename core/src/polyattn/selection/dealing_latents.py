@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from polyattn.selection.pieces import (
     Ends,
     Ints,
     Rows,
-    alike,
     at,
     ended,
     largest,
@@ -29,8 +29,9 @@ PADDED_BEGIN = 5
 """Blocks that a row, or a share, costs FlashMLA beside its own."""
 PAGES = ((8, 32), (16, 64), (32, 128), (64, 192))
 """Up to how many keys on the average FlashInfer's pieces have so many; beyond, multiples of 256."""
-FEW_HEADS, LOW = 32, 16
-"""Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows."""
+FEW_HEADS, LOW, MERGED = 32, 16, 16
+"""Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows; parts of a
+tile that it merges in the time of a block."""
 
 
 class Tiles(NamedTuple):
@@ -112,25 +113,29 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[End
     `few`: two programs share a processor, so that a block takes half of it.
     """
     each, _, blocks, most, longest, number, every = tiles
-    roles = few or number >= 2 * rows  # a kernel whose pipeline is deeper
-    item, least = (1, 0) if few else (4, 0) if roles else (2, 2)
-    programs, lanes, weight = processors * (1 + few), 1, 1 + few
-    every, longest = every + item * number, longest + item
+    item = 1 if few else 4
+    programs, lanes, weight, keys = processors * (1 + few), 1, 1 + few, blocks
     if 1 < most <= programs <= SLACK * (programs - programs % most) and number == most * rows:
         # Tiles of a row lie side by side.
         programs, lanes, number, every = programs // most, most, rows, every // most
-    share = first = max(-(-every // programs), item + least)
-    one, parts = alike(number, longest, programs, share)
-    length = parts * one if number <= programs else longest
+    else:
+        keys = blocks.repeat(each)
+    share = first = max(-(-(every + item * number) // programs), item)
+    least, most = max(-(-every // programs), 1), share + item if number <= programs else 0
+    for one in range(least, most + 1):
+        if total(np.maximum((keys + one - 1) // one, 1)) <= programs:
+            one = max(one, round(math.sqrt(longest / MERGED)))
+            pieces = (keys + one - 1) // one  # each has a program of its own
+            return at(one / weight), largest(pieces), total(pieces[pieces > 1]) * lanes
+    every, longest = every + item * number, longest + item
+    equal = -(-number // programs) * longest
     limit = int(SLACK * share) + 2 * item
-    search = roles and number <= 8 * programs
+    search = number <= 8 * programs
     search = search and int(np.minimum.reduce(blocks)) + item <= min(limit, 2 * share)
-    if one <= SLACK * every / programs + 1 and not (search and length * number == every):
-        return at(one / weight), parts, number * parts * lanes
-    units = blocks + item if lanes > 1 else (blocks + item).repeat(each)
+    if equal <= SLACK * every / programs + 1 and not (search and longest * number == every):
+        return at(equal / weight), 1, number * lanes
+    units = keys + item
     units[::-1].sort()
-    if not roles and longest <= max(SLACK * every / programs + 1, share):
-        return at(max(ended(units, programs).exact(), share)), 1, 0
     while search and share <= limit:  # the long ones in stretches, the others whole
         split = int(np.count_nonzero(units > share))
         long, whole = units[:split], units[split:]

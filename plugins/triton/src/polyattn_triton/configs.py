@@ -194,8 +194,8 @@ def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConf
 class MLAConfig:
     """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
 
-    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon. `roles`: where rows
-    of a sequence are many tiles, `hopper.latents` attends to its pages.
+    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon. `roles`: the
+    kernels with roles, `hopper.latents` and those for few heads, attend to pages that they can take.
     """
 
     block_h: int

@@ -141,8 +141,10 @@ class Kernels:
         assert spec.latent is not None
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
-        roles = self.config.roles and spec.sparse is None and holds_whole_tiles(self.config, cache)
-        self.few_heads = roles and spec.num_heads <= FEW_HEADS
+        roles = self.config.roles and spec.sparse is None
+        few = spec.num_heads <= FEW_HEADS and holds_whole_tiles(self.config, cache)
+        self.few_heads = roles and few
+        self.rows_by_roles = roles and spec.stored_dtype == spec.dtype
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -175,8 +177,7 @@ class Kernels:
         few_heads = self.few_heads and not few
         if few_heads:
             programs *= 2
-        many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
-        roles = few_heads or (many and self.spec.stored_dtype == self.spec.dtype)
+        roles = few_heads or self.rows_by_roles
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:

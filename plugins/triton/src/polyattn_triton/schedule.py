@@ -35,6 +35,8 @@ EVEN = 1.1
 MANY = 8
 """Tiles a program beside which a cut one costs little; to deal them one by one costs the host more."""
 
+MERGED = 16
+"""Parts of a tile that are merged in the time of a key tile."""
 ROOM = 256 << 20
 """Bytes of the parts of a launch, where tiles are cut alike in any step: the rest has the next one."""
 
@@ -261,12 +263,16 @@ def stretches(line: Line, programs: int, rates: Rates) -> Stretches:
 def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]:
     """Give each program a stretch of tiles, and return these in the order of the line.
 
-    Unless all are taken for equals, tiles that fit in a share are dealt whole, several to a program if
-    that costs little more: a piece begins anew, is written in float32, and is merged.
+    Each piece has a program of its own where that costs little more: a second one begins anew. Else,
+    unless all are taken for equals, tiles that fit in a share are dealt whole, several to a program if
+    that costs little more: a piece is written in float32, and is merged.
     """
     count, item = len(keys), rates.item
     dealt = stretches(Line.of(keys, item), programs, rates)
     share, most = dealt.share, int(EVEN * dealt.share) + 2 * item
+    each = _alone(keys, programs, share + item)
+    if each is not None:
+        return segments(keys, each, programs), _upto(count)
     equals = dealt.total > int(keys.sum()) + item * count
     shortest = int(keys.min()) + item
     # `2 * item` may be several short shares: where no tile fits in two, they do not grow.
@@ -274,9 +280,9 @@ def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]
         return dealt, _upto(count)
     order = np.argsort(-keys, kind="stable")
     units = keys[order] + item
-    ends = np.append(0, units.cumsum())
     while share <= most:
         cut = int((units > share).sum())
+        ends = _laid(units[:cut], share, item)
         first = -(-int(ends[cut]) // share)
         free = [(0, program) for program in range(first, programs)][: count - cut]
         if not free:
@@ -291,12 +297,36 @@ def stretched(keys: Ints, programs: int, rates: Rates) -> tuple[Stretches, Ints]
         if longest <= share:
             turn = np.argsort(begins)
             total = (first + len(free)) * share
-            line = np.concatenate([ends[:cut], np.array(begins, np.int64)[turn], [total]])
-            parts = min(programs, (int(units[0]) - 2) // share + 2) if cut else 1
+            line = np.concatenate([ends[:-1], np.array(begins, np.int64)[turn], [total]])
+            parts = int(((ends[1:] - 1) // share - ends[:-1] // share).max(initial=0)) + 1
             order[cut:] = order[cut:][turn]
             return Stretches(line, total, share, item, programs, parts), order
         share = min(longest, share + -(-share // 16))
     return dealt, _upto(count)
+
+
+def _alone(keys: Ints, programs: int, most: int) -> int | None:
+    """Return after how many key tiles, `most` at most, to cut tiles so that each piece has a program.
+
+    A tile's pieces are merged sixteen at a time, in the time of a key tile.
+    """
+    if len(keys) > programs:
+        return None
+    for each in range(max(1, -(-int(keys.sum()) // programs)), most + 1):
+        if int(np.maximum(-(-keys // each), 1).sum()) <= programs:
+            return max(each, round(math.sqrt(int(keys.max()) / MERGED)))
+    return None
+
+
+def _laid(units: Ints, share: int, item: int) -> Ints:
+    """Return where tiles begin on a line, and its end: a share ends with keys of each of its tiles."""
+    at, begins = 0, []
+    for cost in units.tolist():
+        room = -at % share
+        at += room if room <= item else 0
+        begins.append(at)
+        at += cost
+    return np.array([*begins, at], np.int64)
 
 
 def in_lanes(tiles: Tiles, programs: int, rates: Rates) -> tuple[Stretches, Tiles]:
