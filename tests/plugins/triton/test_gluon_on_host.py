@@ -283,14 +283,22 @@ def thinned() -> Iterator[Any]:
 def test_mla(name: str, stored: str, block: int, heads: int) -> None:
     """Up to 32 heads of one token are columns, 16 or 32; others are rows, in lockstep.
 
-    So are those over blocks that hold no whole tile. Over e4m3 any heads of one token are columns.
+    So are those over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
     kernel = "mla_hopper_kernel"
-    if (heads <= 32 or stored != "auto") and max(queries) == 1 and block % 64 == 0:
+    if heads <= 32 and max(queries) == 1 and block % 64 == 0:
         kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
+
+
+@pytest.mark.parametrize("heads", [33, 64, pytest.param(128, marks=pytest.mark.slow)])
+def test_mla_over_bytes_in_halves(heads: int) -> None:
+    """Where programs have many tiles of keys, two have half of a tile of 64 rows each."""
+    more = {"stored": "fp8_e4m3", "kernel": "latent_bytes_kernel"}
+    latent([1, 1, 1], [900, 0, 130], 64, heads, 1, None, **more)
+    latent([1, 1], [900, 130], 64, heads, 2, None, **more)
 
 
 @pytest.mark.parametrize("heads", [16, pytest.param(32, marks=pytest.mark.slow)])

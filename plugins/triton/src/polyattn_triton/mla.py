@@ -74,10 +74,8 @@ ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
 FEW_HEADS_RATES = Rates(item=1, least=0)
 """The same for its kernels for few heads, beside which another program runs."""
-HALVES_RATES = Rates(item=2, least=2)
-"""The same where two of those programs have a half of a tile's rows each."""
-OF_BYTES = torch.float16
-"""Of parts over e4m3 latents, whose outputs are 448 at most: half of the bytes to write and to read."""
+HALVED = 6
+"""Tiles of keys a program from which on two programs have a half each of a tile of rows over e4m3."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -147,8 +145,9 @@ class Kernels:
         self.config = mla_config(spec, device.arch)
         roles = self.config.roles and spec.sparse is None and holds_whole_tiles(self.config, cache)
         self.few_heads = roles and spec.num_heads <= FEW_HEADS
-        # Over e4m3 two programs have 32 of a tile's rows each.
-        self.halves = roles and not self.few_heads and spec.stored_dtype != spec.dtype
+        self.bytes = spec.stored_dtype != spec.dtype
+        # A captured launch serves short steps, too.
+        self.halves = roles and not self.few_heads and self.bytes and not spec.graph_capture
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -182,8 +181,8 @@ class Kernels:
         if few_heads:
             programs *= 2
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
-        halves = self.halves and not few
-        roles = few_heads or halves or (many and self.spec.stored_dtype == self.spec.dtype)
+        halves = self.halves and not few and tiles.keys.sum() > HALVED * programs
+        roles = few_heads or halves or (many and not self.bytes)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -193,7 +192,7 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
-            rates = FEW_HEADS_RATES if few_heads else HALVES_RATES if halves else ROLES_RATES
+            rates = FEW_HEADS_RATES if few_heads else RATES if halves else ROLES_RATES
             dealt, tiles = in_lanes(tiles, programs, rates)
         else:
             dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
@@ -249,17 +248,16 @@ class Kernels:
             self.launch(other, query, cache, slots, params, out, lse)
         spec, config, none, space = self.spec, self.config, self._none, self.workspace
         quantized = cache.key.dtype.itemsize == 1
-        parts = space.parts.view(OF_BYTES) if plan.roles and quantized else space.parts
         v_scale = params.k_scale if quantized else 1.0
         table = plan.batch.block_table if slots is None else slots
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         starts = plan.batch.query_start_loc if plan.way.few else none
-        if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse, parts)):
+        if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse)):
             self.kernel(
                 (plan.grid, 1, 1),
                 (
-                    query, cache.key, out, out if lse is None else lse, parts, space.part_lse,
+                    query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
                     table if slots is None else none, none if slots is None else slots,
                     plan.batch.seq_lens, starts, plan.work,
                 ),
@@ -279,7 +277,7 @@ class Kernels:
         _merge(
             plan.merging.grid(rows, 1, self.rank),
             (
-                parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
+                space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
             ),
             (v_scale,),
@@ -300,7 +298,6 @@ class Kernels:
         v_scale: float,
         out: Tensor,
         lse: Tensor | None,
-        parts: Tensor,
     ) -> bool:
         """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
         spec, table, space = self.spec, plan.batch.block_table, self.workspace
@@ -309,17 +306,16 @@ class Kernels:
         if not boxes:
             return False
         assert table is not None
-        kernel, options, lanes = _latents, {"num_warps": DEFAULT_WARPS}, 1
-        if (self.few_heads or self.halves) and not plan.way.few:
-            lanes = 2 if self.halves else 1
-            kernel = _latent_bytes if cache.key.dtype.itemsize == 1 else _few_heads
+        kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
+        if (self.few_heads and not plan.way.few) or self.bytes:
+            kernel = _latent_bytes if self.bytes else _few_heads
             options = FEW_HEADS_OPTIONS
         constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
         wide, narrow, block = boxes
         kernel(
-            (plan.grid, lanes, 1),
+            (plan.grid, 1 if self.few_heads or not self.bytes else 2, 1),
             (
-                query, out, out if lse is None else lse, parts, space.part_lse, table,
+                query, out, out if lse is None else lse, space.parts, space.part_lse, table,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
             (spec.scale * v_scale, v_scale),
