@@ -298,7 +298,7 @@ def test_mla_over_bytes_in_halves(heads: int) -> None:
     """Where programs have many tiles of keys, two have half of a tile of 64 rows each."""
     more = {"stored": "fp8_e4m3", "kernel": "latent_bytes_kernel"}
     latent([1, 1, 1], [900, 0, 130], 64, heads, 1, None, **more)
-    latent([1, 1], [900, 130], 64, heads, 2, None, **more)
+    latent([1, 1], [900, 180], 64, heads, 2, None, **more)
 
 
 @pytest.mark.parametrize("heads", [16, pytest.param(32, marks=pytest.mark.slow)])

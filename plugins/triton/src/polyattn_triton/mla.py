@@ -75,7 +75,8 @@ ROLES_RATES = Rates(item=4, least=0)
 FEW_HEADS_RATES = Rates(item=1, least=0)
 """The same for its kernels for few heads, beside which another program runs."""
 HALVED = 6
-"""Tiles of keys a program from which on two programs have a half each of a tile of rows over e4m3."""
+"""Tiles of keys a program, for each 64 heads, beyond which two programs have a half each of a tile of
+rows over e4m3."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -181,7 +182,8 @@ class Kernels:
         if few_heads:
             programs *= 2
         many = self.config.roles and self.spec.sparse is None and count >= 2 * batch.num_seqs
-        halves = self.halves and not few and tiles.keys.sum() > HALVED * programs
+        least = HALVED * programs * -(-self.spec.num_heads // 64)
+        halves = self.halves and not few and tiles.keys.sum() > least
         roles = few_heads or halves or (many and not self.bytes)
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
