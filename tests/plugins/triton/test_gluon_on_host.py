@@ -300,6 +300,22 @@ def test_mla(name: str, stored: str, block: int, heads: int) -> None:
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
 
 
+@pytest.mark.parametrize("heads", [33, 64, pytest.param(128, marks=pytest.mark.slow)])
+def test_mla_over_bytes_in_halves(heads: int) -> None:
+    """Where programs have many tiles of keys, two have half of a tile of 64 rows each."""
+    more = {"stored": "fp8_e4m3", "kernel": "latent_bytes_kernel"}
+    latent([1, 1, 1], [900, 0, 130], 64, heads, 1, None, **more)
+    latent([1, 1], [900, 180], 64, heads, 2, None, **more)
+
+
+@pytest.mark.parametrize("heads", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rising", [100.0, 12.0, -100.0])
+def test_mla_of_logits_that_rise_and_fall(rising: float, heads: int) -> None:
+    """Weights are relative to a largest logit that grows in each tile, in few, or in the first alone."""
+    more = {"stored": "fp8_e4m3", "kernel": "latent_bytes_kernel"}
+    latent([1, 1], [900, 130], 64, heads, 5, None, rising=rising, **more)
+
+
 @pytest.mark.parametrize(
     "stored, queries", [("auto", [1, 1]), ("auto", [4, 2]), ("fp8_e4m3", [1, 1])]
 )
@@ -338,9 +354,12 @@ def test_sparse_mla(topk: int, sms: int, block: int) -> None:
 
 
 def latents(
-    form: CacheFormat, lens: list[int], chance: torch.Generator
+    form: CacheFormat, lens: list[int], chance: torch.Generator, rising: bool = False
 ) -> tuple[KVCache, torch.Tensor]:
-    """Return a cache of random latents, NaN behind each sequence's last, and its block table."""
+    """Return a cache of random latents, NaN behind each sequence's last, and its block table.
+
+    `rising`: a sequence's first column goes from -1 to 1.
+    """
     block = form.block_size
     width = max(-(-n // block) for n in lens)
     cache = KVCache.allocate(form, width * len(lens))
@@ -348,6 +367,8 @@ def latents(
     cache.key.fill_(float("nan"))
     for pages, length in zip(table, lens, strict=True):
         new = torch.randn(length, 1, 576, generator=chance).bfloat16()
+        if rising:
+            new[:, 0, 0] = torch.linspace(-1, 1, length)
         lay(new, cache.key, pages)
     return cache, table
 
@@ -392,11 +413,12 @@ def latent(
     *,
     kernel: str,
     far: int = 0,
+    rising: float = 0.0,
 ) -> None:
     """Run a step of TRITON_MLA, or of TRITON_MLA_SPARSE; its outputs are float64's, each written once.
 
     `context`: all keys are before the queries. `kernel`: which runs.
-    `far`: how far heads lie from one another, in elements.
+    `far`: how far heads lie from one another, in elements. `rising`: logits go from less that to it.
     """
     spec = LayerSpec(
         kind="sparse_mla" if topk else "mla", num_heads=heads, num_kv_heads=heads, head_size=192,
@@ -405,8 +427,10 @@ def latent(
     )  # fmt: skip
     form = format_of(spec, HOPPER, "NHD", block)
     chance = torch.Generator().manual_seed(len(lens))
-    cache, table = latents(form, lens, chance)
+    cache, table = latents(form, lens, chance, rising != 0)
     query = torch.randn(sum(queries), heads, 576, generator=chance).bfloat16()
+    if rising:
+        query[..., 0] = rising / spec.scale
     out = query.new_full((len(query), heads, 512), float("nan"))
     lse = torch.full(out.shape[:2], float("nan"))
     if far:

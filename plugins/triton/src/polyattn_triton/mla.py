@@ -74,6 +74,9 @@ ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
 FEW_HEADS_RATES = Rates(item=1, least=0)
 """The same for its kernels for few heads, beside which another program runs."""
+HALVED = 6
+"""Tiles of keys a program, for each 64 heads, beyond which two programs have a half each of a tile of
+rows over e4m3."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -142,9 +145,13 @@ class Kernels:
         self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
         roles = self.config.roles and spec.sparse is None
-        few = spec.num_heads <= FEW_HEADS and holds_whole_tiles(self.config, cache)
-        self.few_heads = roles and few
-        self.rows_by_roles = roles and spec.stored_dtype == spec.dtype
+        whole_tiles = roles and holds_whole_tiles(self.config, cache)
+        self.few_heads = whole_tiles and spec.num_heads <= FEW_HEADS
+        self.bytes = spec.stored_dtype != spec.dtype
+        self.rows_by_roles = roles and not self.bytes
+        # A captured launch serves short steps, too.
+        by_halves = self.bytes and not self.few_heads and not spec.graph_capture
+        self.halves = whole_tiles and by_halves
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -177,7 +184,9 @@ class Kernels:
         few_heads = self.few_heads and not few
         if few_heads:
             programs *= 2
-        roles = few_heads or self.rows_by_roles
+        least = HALVED * programs * -(-self.spec.num_heads // 64)
+        halves = self.halves and not few and tiles.keys.sum() > least
+        roles = few_heads or halves or self.rows_by_roles
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
@@ -187,7 +196,8 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
-            dealt, tiles = in_lanes(tiles, programs, FEW_HEADS_RATES if few_heads else ROLES_RATES)
+            rates = FEW_HEADS_RATES if few_heads else RATES if halves else ROLES_RATES
+            dealt, tiles = in_lanes(tiles, programs, rates)
         else:
             dealt = stretches(Line.of(tiles.keys, RATES.item), programs, RATES)
         # A captured graph's grid serves later steps, whatever tiles and parts these have.
@@ -301,13 +311,13 @@ class Kernels:
             return False
         assert table is not None
         kernel, options = _latents, {"num_warps": DEFAULT_WARPS}
-        if self.few_heads and not plan.way.few:
-            kernel = _latent_bytes if cache.key.dtype.itemsize == 1 else _few_heads
+        if (self.few_heads and not plan.way.few) or self.bytes:
+            kernel = _latent_bytes if self.bytes else _few_heads
             options = FEW_HEADS_OPTIONS
         constants = latents_constants(spec, cache.block_size, plan.way, lse is not None)
         wide, narrow, block = boxes
         kernel(
-            (plan.grid, 1, 1),
+            (plan.grid, 1 if self.few_heads or not self.bytes else 2, 1),
             (
                 query, out, out if lse is None else lse, space.parts, space.part_lse, table,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,

@@ -6,8 +6,11 @@ goes back to shared memory, which queries and weights alone fill. A unit of 16 b
 a key: its first ones and its second ones are an operand each, of which a row, or a column, is every
 second number.
 
-Four warps attend with 16 or 32 (token, head) rows to what another copies (`latent_copies`). Two programs
-run on a multiprocessor.
+Four warps attend with 16 or 32 heads to what another copies (`latent_copies`). Two programs run on a
+multiprocessor: more heads than 32 are halves of a plan's tiles of 64 rows, a program each.
+
+Weights are relative to the largest logit of the tiles before. Where one is 2^`GROWN` times as large, a
+rare case, the tile's own largest counts, and what was added up so far is less by as much.
 
 Gluon has no interpreter: CI compiles this ahead of time and runs it on the host, over NumPy.
 """
@@ -27,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
 from polyattn_triton.hopper.names import barrier
-from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E, RAISED
+from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E
 from polyattn_triton.hopper.packed_rows import longer
 from polyattn_triton.hopper.prefill import clear, kept_below
 from polyattn_triton.hopper.unpacking import BELOW, BESIDE
@@ -35,12 +38,18 @@ from polyattn_triton.hopper.unpacking import BELOW, BESIDE
 UNITS = gl.constexpr(256)
 """Of a latent; 32 more are rotated."""
 STAGES = gl.constexpr(2)
+GROWN, RAISED = gl.constexpr(6), gl.constexpr(9)
+"""In powers of two: a weight may be so much larger than 1 before its row's base grows, and weights are so
+much larger than they are. Together float16 holds them, and small ones."""
+OF_LATENTS = gl.constexpr(gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0]))
+OF_TURNED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+FLAGS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0]))
 OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
 
 
 @gluon.constexpr_function
 def rows_of_tile(heads):
-    """Return the rows of a tile of queries: a sequence's heads."""
+    """Return the rows of a tile of queries: a sequence's heads, or 32 of them."""
     return 16 if heads <= 16 else 32
 
 
@@ -65,6 +74,12 @@ def _of_all_warps(x, smem):
 
 
 @gluon.jit
+def _halves(x):
+    """Return a tile so that `split` parts the two rows of each eight that a thread has."""
+    return x.reshape((4, 2, 8, x.shape[1])).permute((0, 2, 3, 1))
+
+
+@gluon.jit
 def _numbers(units, INSTRUCTIONS: gl.constexpr):
     """Return the two operands, in float16, of a tile of units."""
     return gl.inline_asm_elementwise(
@@ -73,73 +88,46 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _piece(
-    FROM, token0, rows, first, COLUMN: gl.constexpr, WIDTH: gl.constexpr, HEADS: gl.constexpr
-):
-    """Load some columns of eight rows of queries."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH // 16], [2, 16], [4, 1], [1, 0])
+def _columns(
+    FROM, seq, start, ROWS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Load some columns of a tile's queries: of the one token that a sequence has."""
     Q, q_t, q_h = FROM
-    row = first + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    at = places(token0, row, q_t, q_h, HEADS)[:, None] + (COLUMN + column)[None, :]
-    return gl.load(Q + at, mask=(row < rows)[:, None] & (column >= 0)[None, :], other=0.0)
+    row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
+    at = places(seq, row, q_t, q_h, HEADS)[:, None] + (FIRST + column)[None, :]
+    return gl.load(Q + at, mask=(row < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
 
 
 @gluon.jit
-def _operands(piece, power):
-    """Return what a piece's numbers are of the two operands, over its rows' powers of two."""
-    less = gl.convert_layout(1.0 / power, gl.SliceLayout(1, piece.type.layout))
-    q = (piece.to(gl.float32) * less[:, None]).to(gl.float16)
-    WIDTH: gl.constexpr = q.shape[1] // 2
-    one, other = gl.split(q.reshape((8, WIDTH // 2, 2, 2)).permute((0, 1, 3, 2)))
-    return one.reshape((8, WIDTH)), other.reshape((8, WIDTH))
+def _operands(q, less, WIDTH: gl.constexpr):
+    """Return numbers over their rows' powers of two: of each WIDTH those of one operand come first."""
+    ROWS: gl.constexpr = q.shape[0]
+    COUNT: gl.constexpr = q.shape[1]
+    q = (q.to(gl.float32) * less[:, None]).to(gl.float16)
+    q = q.reshape((ROWS, COUNT // WIDTH, WIDTH // 4, 2, 2)).permute((0, 1, 3, 2, 4))
+    return q.reshape((ROWS, COUNT))
 
 
 @gluon.jit
-def _load_queries(FROM, SMEM, ready, n, token0, rows, start, HEADS: gl.constexpr):
-    """Lay a tile's rows into shared memory as keys' operands meet them; return their powers of two.
+def _lay_queries(q, turned, SMEM):
+    """Lay a tile's rows into shared memory as keys' operands meet them, and their powers of two.
 
-    These keep queries inside of float16's range. With 17 heads and more the first latents are copied
-    once the first queries are there (`ready`), which is 2 % faster.
+    These keep queries inside of float16's range. A warp has whole rows.
     """
-    ROWS: gl.constexpr = SMEM[0].shape[1]
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    GROUPS: gl.constexpr = ROWS // 8
-    q_smem = SMEM[0]._reinterpret(gl.float16, [ROWS, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
-    q_turned = SMEM[3]._reinterpret(
-        gl.float16, [2 * GROUPS, 8, 32], gl.NVMMASharedLayout(64, 16, 2)
-    )
-    powers = SMEM[5]._reinterpret(gl.float32, [4 * GROUPS, 8], LINE)
-    pieces = ()
-    for group in gl.static_range(GROUPS):
-        for i in gl.static_range(4):
-            piece = _piece(FROM, token0, rows, start + 8 * group, 128 * i, 128, HEADS)
-            pieces = longer(pieces, piece)
-        pieces = longer(pieces, _piece(FROM, token0, rows, start + 8 * group, 512, 64, HEADS))
-    if ROWS == 32 and n == 0:
-        barrier()
-        mbarrier.arrive(ready.index(0))
-    for group in gl.static_range(GROUPS):
-        most = gl.zeros([8], gl.float32, ROW)
-        for i in gl.static_range(5):
-            high = gl.max(gl.abs(pieces[5 * group + i].to(gl.float32)), 1)
-            most = gl.maximum(most, gl.convert_layout(high, ROW))
-        power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        power = gl.where(
-            power == 0.0, 1.0, gl.minimum(power, 2.0**126)
-        )  # whose inverse is no subnormal
-        for i in gl.static_range(5):
-            one, other = _operands(pieces[5 * group + i], power)
-            if i < 4:
-                q_smem.index(2 * i * GROUPS + group).store(one)
-                q_smem.index((2 * i + 1) * GROUPS + group).store(other)
-            else:
-                q_turned.index(group).store(one)
-                q_turned.index(GROUPS + group).store(other)
-        powers.index(group).store(power)
-    barrier()
-    return powers._reinterpret(gl.float32, [4, ROWS], LINE).index(0)
+    ROW: gl.constexpr = gl.SliceLayout(1, q.type.layout)
+    high = gl.convert_layout(gl.max(gl.abs(turned.to(gl.float32)), 1), ROW, True)
+    most = gl.maximum(gl.max(gl.abs(q.to(gl.float32)), 1), high)
+    power = (most.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    power = gl.where(
+        power == 0.0, 1.0, gl.minimum(power, 2.0**126)
+    )  # whose inverse is no subnormal
+    less = 1.0 / power
+    SMEM[0].index(0).store(_operands(q, less, 128))
+    less = gl.convert_layout(less, gl.SliceLayout(1, turned.type.layout), True)
+    SMEM[3].index(0).store(_operands(turned, less, 64))
+    SMEM[6].store(power)
 
 
 @gluon.jit
@@ -167,7 +155,7 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
     row = gl.arange(0, ROWS, layout=HEAD)
     ok = start + row < query_len * HEADS
     if cut:
-        gl.store(PART_LSE + place * 64 + row, lse, mask=ok)
+        gl.store(PART_LSE + place + row, lse, mask=ok)
     elif FORM[1]:
         at = places(token0, start + row, lse_t, 1, HEADS)
         gl.store(LSE + at, lse * LN2, mask=ok)
@@ -175,7 +163,7 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
     for c in gl.static_range(4):
         one, other = acc[2 * c] * part, acc[2 * c + 1] * part
         if cut:
-            _store_columns(one, other, PARTS + 128 * c, place * 64, 0, 512, 512, ok, 1)
+            _store_columns(one, other, PARTS + 128 * c, place, 0, 512, 512, ok, 1)
         else:
             _store_columns(
                 one * v_scale, other * v_scale, OUT + 128 * c, token0, start, o_t, o_h, ok, HEADS
@@ -192,28 +180,31 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     HEAD: gl.constexpr = gl.SliceLayout(0, SCORES)
     k_smem, turned_smem = SMEM[1], SMEM[2]
     q_smem, q_turned = SMEM[0], SMEM[3]
-    p_smem, warps_smem = SMEM[4], SMEM[5]
-    full, empty, ready = BARRIERS
+    p_smem, warps_smem, flags_smem = SMEM[4], SMEM[5], SMEM[7]
+    full, empty = BARRIERS
     WORK, tiles = STEP[2], STEP[3]
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
     n = 0
     while at < stop:
+        mine = start + 32 * gl.program_id(1)  # a half of the plan's 64 rows
+        own = _columns(FROM, seq, mine, ROWS, 0, 512, OF_LATENTS, HEADS)
+        turned = _columns(FROM, seq, mine, ROWS, 512, 64, OF_TURNED, HEADS)
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, 0, ROWS
         )
         unmasked = gl.minimum(unmasked, limit // 64)  # a piece may have no keys
         cut, place = part_of(WORK, low, high, 0)
-        mine = start
+        place = 64 * place + 32 * gl.program_id(1)
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        powers = _load_queries(FROM, SMEM, ready, n, token0, query_len * HEADS, mine, HEADS)
-        by = powers.load(HEAD) * TO[7]
-        by = gl.where(by < LEAST, LEAST, by)
+        _lay_queries(own, turned, SMEM)
         fence_async_shared()
         barrier()
+        by = SMEM[6].load(HEAD) * TO[7]
+        by = gl.where(by < LEAST, LEAST, by)
 
-        m = gl.full([ROWS], float("-inf"), gl.float32, HEAD)
-        sums = gl.zeros([64, ROWS], gl.float32, SCORES)
+        base = gl.zeros([ROWS], gl.float32, HEAD)
+        sums, _same = gl.split(_halves(gl.zeros([64, ROWS], gl.float32, SCORES)))
         acc = ()
         for _c in gl.static_range(8):
             acc = longer(acc, gl.zeros([64, ROWS], gl.float32, SCORES))
@@ -225,20 +216,20 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             mbarrier.wait(full.index(stage), phase)
             s = gl.zeros([64, ROWS], gl.float32, SCORES)
             one, other = _numbers(turned_smem.index(stage).load(A), OF_KEYS)
-            q = q_turned.index(zero).permute((1, 0))
+            q = q_turned.index(zero).slice(0, 32, 1).permute((1, 0))
             s = warpgroup_mma(one, q, s, use_acc=False, is_async=True)
-            s = warpgroup_mma(other, q_turned.index(zero + 1).permute((1, 0)), s, is_async=True)
+            q = q_turned.index(zero).slice(32, 32, 1).permute((1, 0))
+            s = warpgroup_mma(other, q, s, is_async=True)
             k = k_smem.index(stage)
+            units = k.slice(0, 32, 1).load(A)
             for c in gl.static_range(8):
-                if ROWS == 32 or c == 0:
-                    units = k.slice(32 * c, 32, 1).load(A)
                 one, other = _numbers(units, OF_KEYS)
-                if ROWS == 16 and c < 7:  # 32 rows leave no registers for units ahead
+                if c < 7:  # while products run
                     units = k.slice(32 * c + 32, 32, 1).load(A)
-                b = q_smem.index(zero + c // 2 * 2).slice(c % 2 * 32, 32, 1).permute((1, 0))
-                s = warpgroup_mma(one, b, s, is_async=True)
-                b = q_smem.index(zero + c // 2 * 2 + 1).slice(c % 2 * 32, 32, 1).permute((1, 0))
-                s = warpgroup_mma(other, b, s, is_async=True)
+                q = q_smem.index(zero).slice(c // 2 * 128 + c % 2 * 32, 32, 1).permute((1, 0))
+                s = warpgroup_mma(one, q, s, is_async=True)
+                q = q_smem.index(zero).slice(c // 2 * 128 + c % 2 * 32 + 64, 32, 1).permute((1, 0))
+                s = warpgroup_mma(other, q, s, is_async=True)
                 s = warpgroup_mma_wait(2, deps=[s])
             s = warpgroup_mma_wait(0, deps=[s])
             if first + i >= unmasked:
@@ -247,24 +238,47 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
                     clear(k, seq_len - key, UNITS, 64)
-            largest = gl.max(_of_all_warps(gl.max(s.reshape((4, 16, ROWS)), 1), warps_smem), 0)
-            m_new = gl.maximum(m, gl.convert_layout(largest, HEAD) * by)
-            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
-            ratio = gl.exp2(m - base)
-            p = gl.exp2(s * by[None, :] - (base - RAISED)[None, :])
-            m = m_new
-            p_smem.index(0).store(p.to(gl.float16))
-            fence_async_shared()
-            barrier()
-            sums = sums * ratio[None, :] + p
+            units = k.slice(0, 64, 1).slice(0, 32).permute((1, 0)).load(A)
+            p = s * by[None, :] - base[None, :]
+            x = p
+            larger = i == 0
+            if i > 0:
+                flags_smem.store(gl.max(x.reshape((4, 16 * ROWS)), 1))
+                p = gl.exp2(x + RAISED)
+                p_smem.index(0).store(p.to(gl.float16))
+                fence_async_shared()
+                barrier()
+                larger = gl.max(flags_smem.load(gl.SliceLayout(1, FLAGS)), 0) > GROWN
+            if larger:
+                largest = gl.max(_of_all_warps(gl.max(x.reshape((4, 16, ROWS)), 1), warps_smem), 0)
+                more = gl.convert_layout(largest, HEAD)
+                more = gl.where(more == float("-inf"), 0.0, more)  # nothing seen yet: no NaN
+                if i > 0:
+                    more = gl.maximum(more, 0.0)
+                    ratio = gl.exp2(-more)
+                    OF_SUMS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, sums.type.layout))
+                    sums = sums * gl.convert_layout(ratio, OF_SUMS, True)[None, None, :]
+                    so_far = acc
+                    acc = ()
+                    for c in gl.static_range(8):
+                        acc = longer(acc, so_far[c] * ratio[None, :])
+                base += more
+                p = gl.exp2(x - (more - RAISED)[None, :])
+                p_smem.index(0).store(p.to(gl.float16))
+                fence_async_shared()
+                barrier()
+            upper, lower = gl.split(_halves(p))
+            sums += upper + lower
             so_far = acc
             acc = ()
             for c in gl.static_range(4):
-                a = so_far[2 * c] * ratio[None, :]
-                b = so_far[2 * c + 1] * ratio[None, :]
+                a = so_far[2 * c]  # type: ignore[var-annotated]
+                b = so_far[2 * c + 1]  # type: ignore[var-annotated]
                 for half in gl.static_range(2):
-                    v = k.slice(64 * c, 64, 1).slice(32 * half, 32).permute((1, 0)).load(A)
-                    one, other = _numbers(v, OF_VALUES)
+                    one, other = _numbers(units, OF_VALUES)
+                    if 2 * c + half < 7:
+                        v = k.slice(64 * (c + half), 64, 1).slice(32 - 32 * half, 32)
+                        units = v.permute((1, 0)).load(A)
                     weights = p_smem.index(zero).slice(32 * half, 32)
                     a = warpgroup_mma(one, weights, a, is_async=True)
                     b = warpgroup_mma(other, weights, b, is_async=True)
@@ -274,9 +288,9 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             barrier()
             mbarrier.arrive(empty.index(stage))
             n += 1
-        l = gl.sum(_of_all_warps(gl.sum(sums.reshape((4, 16, ROWS)), 1), warps_smem), 0)
+        l = gl.sum(_of_all_warps(gl.sum(sums, 1), warps_smem), 0)
         l = gl.convert_layout(l, HEAD)
-        _store(acc, m, l, TO, token0, query_len, mine, cut, place, FORM)
+        _store(acc, base, l, TO, token0, query_len, mine, cut, place, FORM)
         barrier()
 
 
@@ -308,7 +322,9 @@ def latent_bytes_kernel(
     FEW: gl.constexpr,
     HAS_LSE: gl.constexpr,
 ):
-    """One token's heads, at most 32, over its sequence's latents. Grid as `latents.latents_kernel`'s.
+    """One token's heads over its sequence's latents. Grid: (programs, halves of a tile of 64 rows).
+
+    `WORK` is as in `latents.latents_kernel`.
 
     `WIDE`, `NARROW`: descriptors of the cache's rows in units of two bytes, boxes of 256 and of 32.
     """
@@ -319,24 +335,28 @@ def latent_bytes_kernel(
     ROWS: gl.constexpr = rows_of_tile(HEADS)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    q_smem = gl.allocate_shared_memory(gl.float16, [8, ROWS, 64], SHARED)
+    q_smem = gl.allocate_shared_memory(gl.float16, [1, ROWS, 512], SHARED)
     k_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, UNITS], SHARED)
     turned_smem = gl.allocate_shared_memory(gl.int16, [STAGES, 64, 32], HALF)
-    q_turned = gl.allocate_shared_memory(gl.float16, [2, ROWS, 32], HALF)
+    q_turned = gl.allocate_shared_memory(gl.float16, [1, ROWS, 64], HALF)
     p_smem = gl.allocate_shared_memory(
         gl.float16, [1, 64, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2)
     )
     COLUMNS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])
     warps_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], COLUMNS)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    powers_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
+    flags_smem = gl.allocate_shared_memory(gl.float32, [4], LINE)
     full, empty = turns(STAGES, 2)
-    ready, _none = turns(1)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
-    SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem)
+    SMEM = (
+        q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem, powers_smem, flags_smem,
+    )  # fmt: skip
     PIPE: gl.constexpr = (ROWS, STAGES, 1, 1)
-    consuming = (FROM, TO, STEP, SMEM, (full, empty, ready), FORM)
+    consuming = (FROM, TO, STEP, SMEM, (full, empty), FORM)
     producing = (
         WIDE,
         NARROW,
@@ -350,7 +370,5 @@ def latent_bytes_kernel(
         BLOCK_SIZE,
         FEW,
         PIPE,
-        None,
-        ready,
     )
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])

@@ -54,13 +54,12 @@ def keys_of(
 def produce(
     WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, FEW: gl.constexpr, PIPE: gl.constexpr,
-    program=None, ready=None,
+    program=None,
 ):  # fmt: skip
     """Copy the items' tiles part by part, as the parts become free: the rotated part first.
 
     `PIPE`: rows of a tile of queries, stages, how many others there are, and turns of a stage: each
-    part's own, or one. `program`: as `items.begin`'s. `ready`: what the first copies of tiles of 32 rows
-    wait for.
+    part's own, or one. `program`: as `items.begin`'s.
     """
     HEIGHT: gl.constexpr = PIPE[0]
     STAGES: gl.constexpr = PIPE[1]
@@ -81,8 +80,6 @@ def produce(
         key = first * 64
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
         blocks = blocks_of_boxes(TABLE, key, limit, True, BLOCK_SIZE, BOX, LANES)
-        if ready is not None and HEIGHT == 32:
-            mbarrier.wait(ready.index(0), 0)
         for _i in range(count):
             ahead = blocks_of_boxes(TABLE, key + 64, limit, True, BLOCK_SIZE, BOX, LANES)
             stage = n % STAGES
