@@ -331,8 +331,7 @@ class Visit:
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
                  rows_of_read=share("rows"), products_of_read=share("products"),
                  floor=share("rows", best["host"]),
-                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot", "first")},
-        )  # fmt: skip
+                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot", "first")})  # fmt: skip
 
     def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
         """Return a layer's calls, `sparse` and those that explain it, its step and its cache."""
@@ -349,8 +348,8 @@ class Visit:
         for stored in (cache.key, cache.value):
             stored[:] = torch.randn_like(stored[:1])
         table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-        batch = Batch.from_lens([1] * seqs, [length] * seqs, table, block)
-        near = Batch.from_lens([1] * seqs, [length] * seqs, torch.zeros_like(table), block)
+        lens = [1] * seqs, [length] * seqs
+        batch, near = (Batch.from_lens(*lens, x, block) for x in (table, torch.zeros_like(table)))
         step, idle, hot = (layer.group.plan(each) for each in (batch, batch, near))
         query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
         inputs = query, None, None, cache

@@ -38,9 +38,14 @@ class Step:
     def __init__(self, sparse: SparseSpec, tokens: int = 3, seed: int = 0):
         self.dice = torch.Generator().manual_seed(seed)
         self.spec = LayerSpec(
-            kind="sparse", num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=BLOCK,
+            kind="sparse",
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=32,
+            dtype="float32",
+            block_size=BLOCK,
             sparse=sparse,
-        )  # fmt: skip
+        )
         self.group = LayerGroup(select(self.spec, "cpu", backend="NATIVE_ATTN"))
         self.part, self.tokens = sparse, tokens
         form, blocks = self.group.allocate_cache(1).format, tokens * LENGTH // BLOCK
@@ -205,7 +210,8 @@ BAD: dict[str, Callable[[Step], dict[str, Any]]] = {
     "key without value": lambda s: {"key": s.normal(3, 2, 32)},
     "key's shape": lambda s: {"key": s.normal(3, 4, 32), "value": s.normal(3, 2, 32)},
     "key's gradient": lambda s: {
-        "key": s.normal(3, 2, 32).requires_grad_(), "value": s.normal(3, 2, 32)
+        "key": s.normal(3, 2, 32).requires_grad_(),
+        "value": s.normal(3, 2, 32),
     },
     "out's shape": lambda s: {"out": s.normal(3, 4, 16)},
     "out's dtype": lambda s: {"out": s.normal(3, 4, 32).double()},
@@ -215,7 +221,7 @@ BAD: dict[str, Callable[[Step], dict[str, Any]]] = {
         "cache": KVCache(torch.zeros(120, 8, 2, 32), torch.zeros(120, 8, 2, 32))
     },
     "another group's plan": lambda s: {"plan": Step(FORMS["blocks"]).plan},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
