@@ -327,11 +327,11 @@ class Visit:
         width = spec.head_size + spec.v_head_size
         done = 2 * seqs * spec.num_heads * part.most * width
         of_mm = done / best["sparse"] / (flops / best["mm"])
+        ms = {key: best[key] * 1e3 for key in ("host", "empty", "team", "hot", "first")}
         self.row(label, share("sparse"), "of read", bar, ms=best["sparse"] * 1e3, gb_s=of_read / 1e9,
                  of_mm=of_mm, bar_of_mm=of_mm * 0.6 / share("sparse"), run_bytes=size,
                  rows_of_read=share("rows"), products_of_read=share("products"),
-                 floor=share("rows", best["host"]),
-                 **{key: best[key] * 1e3 for key in ("host", "empty", "team", "hot", "first")})  # fmt: skip
+                 floor=share("rows", best["host"]), **ms)  # fmt: skip
 
     def _choosing(self, spec: LayerSpec, layout: Literal["NHD", "HND"]) -> tuple[Calls, Any, Any]:
         """Return a layer's calls, `sparse` and those that explain it, its step and its cache."""

@@ -125,8 +125,8 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[End
     for one in range(least, most + 1):
         if total(np.maximum((keys + one - 1) // one, 1)) <= programs:
             one = max(one, round(math.sqrt(longest / MERGED)))
-            pieces = (keys + one - 1) // one  # each has a program of its own
-            return at(one / weight), largest(pieces), total(pieces[pieces > 1]) * lanes
+            parts = (keys + one - 1) // one  # each has a program of its own
+            return at(one / weight), largest(parts), total(parts[parts > 1]) * lanes
     every, longest = every + item * number, longest + item
     equal = -(-number // programs) * longest
     limit = int(SLACK * share) + 2 * item
