@@ -89,9 +89,15 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 @gluon.jit
 def _columns(
-    FROM, seq, start, ROWS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
+    FROM,
+    seq,
+    start,
+    ROWS: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    HEADS: gl.constexpr,
+):
     """Load some columns of a tile's queries: of the one token that a sequence has."""
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -353,8 +359,15 @@ def latent_bytes_kernel(
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
     SMEM = (
-        q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem, powers_smem, flags_smem,
-    )  # fmt: skip
+        q_smem,
+        k_smem,
+        turned_smem,
+        q_turned,
+        p_smem,
+        warps_smem,
+        powers_smem,
+        flags_smem,
+    )
     PIPE: gl.constexpr = (ROWS, STAGES, 1, 1)
     consuming = (FROM, TO, STEP, SMEM, (full, empty), FORM)
     producing = (
