@@ -145,7 +145,7 @@ class StepChoice:
         part = self._part(usual, "short", ALL, shape, captured, among)
         name = self._alone(part)
         phase = usual if name == self.chosen[usual] else "decode"
-        return CallChoice(phase if name in takes else "prefill", *part[1:5], name)
+        return part._replace(phase=phase if name in takes else "prefill", name=name)
 
     def _part(
         self,
@@ -176,7 +176,7 @@ class StepChoice:
         the step takes.
         """
         if len(parts) == 1:
-            return (CallChoice(*parts[0][:5], self._alone(parts[0])),)
+            return (parts[0]._replace(name=self._alone(parts[0])),)
         options: list[list[tuple[str, Price]]] = []
         for part in parts:
             usual = self.chosen[part.phase]
@@ -189,8 +189,8 @@ class StepChoice:
 
         (first, own), (second, other) = min(product(*options), key=us)
         return (
-            CallChoice(*parts[0][:5], first, (other.us, APART * other.host)),
-            CallChoice(*parts[1][:5], second, (own.us, APART * own.host)),
+            parts[0]._replace(name=first, others=(other.us, APART * other.host)),
+            parts[1]._replace(name=second, others=(own.us, APART * own.host)),
         )
 
 

@@ -131,7 +131,7 @@ class TritonAttention(AlikeAttention):
             return False
         if len(chosen.choice):
             table = table if table.stride(1) == 1 else table.contiguous()
-            ids, batch = chosen.choice.contiguous(), chosen.batch
+            ids, batch = chosen.choice, chosen.batch
             _pages(
                 (len(ids), len(chosen.heads), 1),
                 (ids, table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table,

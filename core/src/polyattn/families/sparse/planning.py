@@ -361,9 +361,8 @@ class Planner(StepPlanner):
         if sparse.scope == "head":
             self.heads = self.heads.repeat_interleave(group.spec.gqa_ratio)
         self.rows = len(self.heads)
-        self.has_views = (
-            group.torch_device.type not in ALLOCATORS
-        )  # JAX's tensors have no such views
+        # JAX's tensors have no such views.
+        self.has_views = group.torch_device.type not in ALLOCATORS
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most

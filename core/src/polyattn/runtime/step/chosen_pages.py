@@ -198,7 +198,7 @@ class ChosenPages:
         table: int32 (tokens * rows of a token, pages), written: each row's pages, complete ones first.
             What lies behind them names any page that there is.
         lens: int32 (tokens * rows of a token,), written: how many entries each row attends to.
-        choice: int32 (tokens, 1 or rows of a token, K), of the batch's tokens from `first` on.
+        choice: int32 (tokens, 1 or rows of a token, K), contiguous, of the tokens from `first` on.
         facts: what a backend keeps of the other fields from one call to the next.
 
     Examples:

@@ -262,7 +262,7 @@ def addressed_choice(
     heads, size = spec.num_heads, spec.v_head_size
     ints = qt, qh, kb, kt, kh, vb, vt, vh, heads * size, size, heads, 1, table.stride(0), 0
     alike = _TENSORS.pack(*[0] * 5, table.data_ptr(), 0, 0, *ints, 1.0, 1.0)
-    packed = _packed(chosen, chosen.choice)
+    packed = _packed(chosen)
 
     def run(
         query: Tensor,
@@ -285,11 +285,11 @@ def addressed_choice(
     return run
 
 
-def _packed(chosen: ChosenPages, ids: Tensor) -> bytes:
-    """Return `pa_chosen` of contiguous ids; the same in each call of the step but for these."""
+def _packed(chosen: ChosenPages) -> bytes:
+    """Return `pa_chosen` of a choice; the same in each call of the step but for its ids."""
     if chosen.facts is None:
         chosen.facts = _facts(chosen)
-    before, seqs, behind = chosen.facts
+    (before, seqs, behind), ids = chosen.facts, chosen.choice
     tokens, choices, width = ids.shape
     return _CHOSEN.pack(ids.data_ptr(), *before, tokens, seqs, choices, width, *behind)
 
@@ -344,8 +344,7 @@ class NativeAttention(AttentionBackend):
         return NativePlan(batch, step, self.cache is not None)
 
     def page(self, chosen: ChosenPages) -> bool:
-        ids = chosen.choice.contiguous()
-        if kernels().pa_pages(_packed(chosen, ids), torch.get_num_threads()):
+        if kernels().pa_pages(_packed(chosen), torch.get_num_threads()):
             raise NativeError(
                 f"NATIVE_ATTN by {self.by}: there is no memory; let other work end first"
             )

@@ -579,24 +579,38 @@ static void index_with(IndexRun *run, const IndexItem &item, const Room &scratch
   Index<T, Engine>(run, item, scratch, item.tokens, item.to).all();
 }
 
+#if defined(PA_BASE)
+// An instruction set that serves some indexers; the rest are another one's, `other`.
+template <class Engine>
+static int64_t index_scratch_beside(const KernelTable &other, const IndexRun *run, int32_t tokens, int32_t entries) {
+  const int64_t rest = other.index_scratch(run, tokens, entries);
+  const int64_t own = Index<bf16, Engine>::scratch(run, tokens, entries);
+  return rest > own ? rest : own;
+}
+// bfloat16 products of bfloat16 queries, as keys of 8 bits are exact in it, where `wanted`.
+template <class Engine>
+static void index_item_beside(const KernelTable &other, bool wanted, IndexRun *run, const IndexItem &item,
+                              const Room &scratch) {
+  const pa_index &x = *run->index;
+  const bool own = x.dtype == PA_BF16 && (x.cache_dtype == PA_BF16 || x.cache_dtype == PA_E4M3);
+  if (!own || !wanted) return other.index_item(run, item, scratch);
+  if (x.cache_dtype == PA_BF16) return index_with<Engine, bf16>(run, item, scratch);
+  index_with<Engine, e4m3>(run, item, scratch);
+}
+#endif
+
 #if defined(__AMX_BF16__)
 #include "index_tiles.h"
 #elif defined(PA_BASE)
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
-  const int64_t base = PA_BASE.index_scratch(run, tokens, entries);
-  const int64_t own = Index<bf16, PairEngine>::scratch(run, tokens, entries);
-  return base > own ? base : own;
+  return index_scratch_beside<PairEngine>(PA_BASE, run, tokens, entries);
 }
-// bfloat16 products of bfloat16 queries, as keys of 8 bits are exact in it; all else is the base's.
 static void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
-  const pa_index &x = *run->index;
-  bool own = x.dtype == PA_BF16 && (x.cache_dtype == PA_BF16 || x.cache_dtype == PA_E4M3);
+  bool wanted = true;
 #if !defined(PA_PAIR_DOTS)
-  own = own && index_rows(x) > 8;
+  wanted = index_rows(*run->index) > 8;
 #endif
-  if (!own) return PA_BASE.index_item(run, item, scratch);
-  if (x.cache_dtype == PA_BF16) return index_with<PairEngine, bf16>(run, item, scratch);
-  index_with<PairEngine, e4m3>(run, item, scratch);
+  index_item_beside<PairEngine>(PA_BASE, wanted, run, item, scratch);
 }
 #else
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {

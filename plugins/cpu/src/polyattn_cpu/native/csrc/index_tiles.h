@@ -190,14 +190,10 @@ struct IndexProducts {
 
 // Many heads fill tile registers; fewer, and what bfloat16 doesn't hold, are the other instruction sets'.
 static int64_t index_scratch(const IndexRun *run, int32_t tokens, int32_t entries) {
-  const int64_t few = pa_kernels_avx512_bf16.index_scratch(run, tokens, entries);
-  const int64_t own = Index<bf16, TileEngine>::scratch(run, tokens, entries);
-  return few > own ? few : own;
+  return index_scratch_beside<TileEngine>(pa_kernels_avx512_bf16, run, tokens, entries);
 }
 static void index_item(IndexRun *run, const IndexItem &item, const Room &scratch) {
   const pa_index &x = *run->index;
-  const bool own = x.dtype == PA_BF16 && (x.cache_dtype == PA_BF16 || x.cache_dtype == PA_E4M3);
-  if (!own || x.choices > 1 || index_rows(x) < W) return pa_kernels_avx512_bf16.index_item(run, item, scratch);
-  if (x.cache_dtype == PA_BF16) return index_with<TileEngine, bf16>(run, item, scratch);
-  index_with<TileEngine, e4m3>(run, item, scratch);
+  const bool wanted = x.choices <= 1 && index_rows(x) >= W;
+  index_item_beside<TileEngine>(pa_kernels_avx512_bf16, wanted, run, item, scratch);
 }

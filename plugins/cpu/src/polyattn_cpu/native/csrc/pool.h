@@ -14,8 +14,7 @@ struct Room {
   int64_t left;
 };
 
-// What a thread does for an item as it takes it, before anybody reads what that makes. `room`: so many bytes of the
-// thread's own.
+// What a thread does for an item as it takes it, before anybody reads what that makes. `bytes`: of the thread's own room.
 struct Taking {
   void (*taken)(void *context, int32_t index, char *room);
   int64_t bytes;
