@@ -454,38 +454,42 @@ PA_NOINLINE void add_int_codes(const Codes &of, const IntTable &table, int count
 
 constexpr int INT_RUN = 16;  // keys whose values the first cache holds wherever they lie
 
-// The same of `count` keys of int8, at most INT_RUN, and `size` elements, as integers: those of 2 W elements' lower and upper
-// halves of 128 bits for each row. Of each two keys there is a weight of each of four rows. `first`: `to` has no sums yet.
+// The same of keys of int8 and `size` elements, as integers: those of 2 W elements' lower and upper halves of 128 bits for each
+// row. Of each two keys there is a weight of each of four rows. `first`: `sums` has none yet.
 template <int ROWS, class Asks>
 PA_NOINLINE void add_int_bytes(const char *const *values, int64_t offset, int count, const uint32_t *pairs, int size, bool first,
-                               vi *to, Asks asks) {
+                               vi *sums, Asks asks) {
   constexpr int ASKS = 32 / W;  // keys for each line
-  for (int c = 0; c < size; c += 2 * W, to += 2 * ROWS) {
-    vi acc[2 * ROWS];
-    PA_UNROLLED
-    for (int i = 0; i < 2 * ROWS; i++) acc[i] = first ? vi{} : to[i];
-    auto two = [&](int t, int next, int some) __attribute__((always_inline)) {
-      if (t % ASKS == 0) Asks::template values<64>(asks, t);
-      const vs x = wide_bytes(values[t] + offset + c, some), y = wide_bytes(values[next] + offset + c, some);
-      const vs lower = (vs)PA_INT(unpacklo_epi16)((vint)x, (vint)y), upper = (vs)PA_INT(unpackhi_epi16)((vint)x, (vint)y);
+  for (; count > 0; count -= INT_RUN, values += INT_RUN, pairs += 2 * INT_RUN, first = false) {
+    vi *to = sums;
+    for (int c = 0; c < size; c += 2 * W, to += 2 * ROWS) {
+      vi acc[2 * ROWS];
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        const vs weight = (vs)(vu{} + pairs[2 * t + r]);
-        acc[2 * r] = add_ints(acc[2 * r], lower, weight);
-        acc[2 * r + 1] = add_ints(acc[2 * r + 1], upper, weight);
-        in_register(acc[2 * r]);
-        in_register(acc[2 * r + 1]);
+      for (int i = 0; i < 2 * ROWS; i++) acc[i] = first ? vi{} : to[i];
+      auto two = [&](int t, int next, int some) __attribute__((always_inline)) {
+        if (t % ASKS == 0) Asks::template values<64>(asks, t);
+        const vs x = wide_bytes(values[t] + offset + c, some), y = wide_bytes(values[next] + offset + c, some);
+        const vs lower = (vs)PA_INT(unpacklo_epi16)((vint)x, (vint)y), upper = (vs)PA_INT(unpackhi_epi16)((vint)x, (vint)y);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          const vs weight = (vs)(vu{} + pairs[2 * t + r]);
+          acc[2 * r] = add_ints(acc[2 * r], lower, weight);
+          acc[2 * r + 1] = add_ints(acc[2 * r + 1], upper, weight);
+          in_register(acc[2 * r]);
+          in_register(acc[2 * r + 1]);
+        }
+      };
+      if (count >= INT_RUN && c + 2 * W <= size) {
+        PA_UNROLLED
+        for (int t = 0; t < INT_RUN; t += 2) two(t, t + 1, 2 * W);
+      } else {
+        const int some = pa_min(count, INT_RUN);
+        PA_ROLLED
+        for (int t = 0; t < some; t += 2) two(t, pa_min(t + 1, some - 1), size - c);
       }
-    };
-    if (count == INT_RUN && c + 2 * W <= size) {
       PA_UNROLLED
-      for (int t = 0; t < INT_RUN; t += 2) two(t, t + 1, 2 * W);
-    } else {
-      PA_ROLLED
-      for (int t = 0; t < count; t += 2) two(t, pa_min(t + 1, count - 1), size - c);
+      for (int i = 0; i < 2 * ROWS; i++) to[i] = acc[i];
     }
-    PA_UNROLLED
-    for (int i = 0; i < 2 * ROWS; i++) to[i] = acc[i];
   }
 }
 // o[row] += such sums times the row's unit.
