@@ -291,7 +291,6 @@ PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t off
     PA_UNROLLED
     for (int i = 0; i < W; i++) acc[i] = vi{};
     auto step = [&](int d, int some) __attribute__((always_inline)) {
-      Asks::template keys<(KEYS + 1) / 2>(asks, 0);
       vs row[ROWS];
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) row[r] = read<vs>(q + (int64_t)r * ldq + d / 2);
@@ -299,12 +298,25 @@ PA_NOINLINE void byte_int_scores(const char *const *keys, int count, int64_t off
       for (int k = 0; k < KEYS; k++) {
         const vs x = wide_bytes(keys[k] + offset + d, some);
         PA_UNROLLED
-        for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] = add_ints(acc[k * ROWS + r], x, row[r]);
+        for (int r = 0; r < ROWS; r++) {
+          vi &sum = acc[k * ROWS + r];
+          sum = add_ints(sum, x, row[r]);
+          in_register(sum);  // else GCC adds in another order, for which there are no registers
+        }
       }
     };
     int d = 0;
-    for (; d + 2 * W <= size; d += 2 * W) step(d, 2 * W);
-    if (d < size) step(d, size - d);
+    for (; d + 8 * W <= size; d += 8 * W) {
+      PA_UNROLLED
+      for (int i = 0; i < 4; i++) {
+        if (i % (16 / W) == 0) Asks::template keys<(KEYS + 1) / 2>(asks, 0);
+        step(d + i * 2 * W, 2 * W);
+      }
+    }
+    for (; d < size; d += 2 * W) {
+      Asks::template keys<(KEYS + 1) / 2>(asks, 0);
+      step(d, pa_min(size - d, 2 * W));
+    }
     put_scores<ROWS>(int_sums(sums(acc)) * byte_row_scales<ROWS>(scales.from(t)) * loadf(units), s, ld);
   }
 }
@@ -440,39 +452,62 @@ PA_NOINLINE void add_int_codes(const Codes &of, const IntTable &table, int count
   }
 }
 
-// The same of 2 W elements of int8, or `some`: of each two keys a weight of each of four rows.
+constexpr int INT_RUN = 16;  // keys whose values the first cache holds wherever they lie
+
+// The same of keys of int8 and `size` elements, as integers: those of 2 W elements' lower and upper halves of 128 bits for each
+// row. Of each two keys there is a weight of each of four rows. `first`: `sums` has none yet.
 template <int ROWS, class Asks>
-PA_NOINLINE void add_int_bytes(const char *const *values, int64_t offset, int count, vf units, const uint32_t *pairs,
-                               float *o, int ldo, int some, Asks asks) {
-  vi acc[ROWS][2];
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = vi{};
-  auto all = [&](int most) __attribute__((always_inline)) {
-    for (int t = 0; t < count; t += 2, pairs += 4) {
-      Asks::template values<8 * W>(asks, t);
-      const vs x = wide_bytes(values[t] + offset, most), y = wide_bytes(values[pa_min(t + 1, count - 1)] + offset, most);
-      const vs lower = (vs)PA_INT(unpacklo_epi16)((vint)x, (vint)y), upper = (vs)PA_INT(unpackhi_epi16)((vint)x, (vint)y);
+PA_NOINLINE void add_int_bytes(const char *const *values, int64_t offset, int count, const uint32_t *pairs, int size, bool first,
+                               vi *sums, Asks asks) {
+  constexpr int ASKS = 32 / W;  // keys for each line
+  for (; count > 0; count -= INT_RUN, values += INT_RUN, pairs += 2 * INT_RUN, first = false) {
+    vi *to = sums;
+    for (int c = 0; c < size; c += 2 * W, to += 2 * ROWS) {
+      vi acc[2 * ROWS];
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) {
-        const vs weight = (vs)(vu{} + pairs[r]);
-        acc[r][0] = add_ints(acc[r][0], lower, weight);
-        acc[r][1] = add_ints(acc[r][1], upper, weight);
+      for (int i = 0; i < 2 * ROWS; i++) acc[i] = first ? vi{} : to[i];
+      auto two = [&](int t, int next, int some) __attribute__((always_inline)) {
+        if (t % ASKS == 0) Asks::template values<64>(asks, t);
+        const vs x = wide_bytes(values[t] + offset + c, some), y = wide_bytes(values[next] + offset + c, some);
+        const vs lower = (vs)PA_INT(unpacklo_epi16)((vint)x, (vint)y), upper = (vs)PA_INT(unpackhi_epi16)((vint)x, (vint)y);
+        PA_UNROLLED
+        for (int r = 0; r < ROWS; r++) {
+          const vs weight = (vs)(vu{} + pairs[2 * t + r]);
+          acc[2 * r] = add_ints(acc[2 * r], lower, weight);
+          acc[2 * r + 1] = add_ints(acc[2 * r + 1], upper, weight);
+          in_register(acc[2 * r]);
+          in_register(acc[2 * r + 1]);
+        }
+      };
+      if (count >= INT_RUN && c + 2 * W <= size) {
+        PA_UNROLLED
+        for (int t = 0; t < INT_RUN; t += 2) two(t, t + 1, 2 * W);
+      } else {
+        const int some = pa_min(count, INT_RUN);
+        PA_ROLLED
+        for (int t = 0; t < some; t += 2) two(t, pa_min(t + 1, some - 1), size - c);
       }
+      PA_UNROLLED
+      for (int i = 0; i < 2 * ROWS; i++) to[i] = acc[i];
     }
-  };
-  if (some >= 2 * W) all(2 * W);
-  else all(some);
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    float *to = o + (int64_t)r * ldo;
-    const vf lower = int_sums(acc[r][0]) * splat(units[r]), upper = int_sums(acc[r][1]) * splat(units[r]);
-    vf first = low<4>(lower, upper), second = high<4>(lower, upper);
-    if constexpr (W == 16) {
-      const vf even = first;
-      first = low<W / 2>(even, second), second = high<W / 2>(even, second);
+  }
+}
+// o[row] += such sums times the row's unit.
+template <int ROWS>
+PA_NOINLINE void add_int_sums(const vi *sums, vf units, float *o, int ldo, int size) {
+  for (int r = 0; r < ROWS; r++, o += ldo) {
+    const vf unit = splat(units[r]);
+    for (int c = 0; c < size; c += 2 * W) {
+      const vi *from = sums + c / W * ROWS + 2 * r;
+      const vf lower = int_sums(from[0]) * unit, upper = int_sums(from[1]) * unit;
+      vf first = low<4>(lower, upper), second = high<4>(lower, upper);
+      if constexpr (W == 16) {
+        const vf even = first;
+        first = low<W / 2>(even, second), second = high<W / 2>(even, second);
+      }
+      write(o + c, loadf(o + c) + first);
+      write(o + c + W, loadf(o + c + W) + second);
     }
-    write(to, loadf(to) + first);
-    write(to + W, loadf(to + W) + second);
   }
 }
 #undef PA_INT

@@ -442,16 +442,19 @@ struct RowDecode : Decode<float, ROWS, 1> {
       for (int i = 0; codes && i < sum_width; i++) sums[i] /= step;
     }
   }
+  // Keys of int8 beside whose products all lines that are due have room in a list: whole runs.
+  static int keys_listed(int elements) { return pa_max(RUN, Ahead::LISTED * 64 / elements / RUN * RUN); }
   void int_scores(int h, const char *const *k, int64_t offset, const Codes &of, int count) {
     for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
       const float *row = q + (int64_t)lane * ldq, *sums = q_sums + (int64_t)lane * sum_width;
       const float *units = key_units + lane / ROWS * UNITS;
-      for (int t = 0; t < count; t += RUN) {
-        const int some = pa_min(RUN, count - t);
+      const int run = key.form == PA_ROWS_INT8 ? keys_listed(size) : RUN;
+      for (int t = 0; t < count; t += run) {
+        const int some = pa_min(run, count - t);
         float *to = s + (int64_t)t * is.lanes + lane;
         if (key.form == PA_ROWS_INT8) {
           byte_int_scores<ROWS>(k + t, some, offset, scales_of(key, k, offset).from(t), row, ldq, size, units, to, is.lanes,
-                                ask(some, (some + KEYS - 1) / KEYS * ((KEYS + 1) / 2) * (size / (2 * W))));
+                                ask(some, (some + KEYS - 1) / KEYS * ((KEYS + 1) / 2) * (size / 32)));
           continue;
         }
         by_scale(key, [&](auto scale) {
@@ -499,10 +502,13 @@ struct RowDecode : Decode<float, ROWS, 1> {
           [&](int t, const RowLanes<1> &two) __attribute__((always_inline)) {
             __builtin_memcpy(weights + 2 * t, &two, 16);
           });
-      for (int c = 0; c < v_size; c += 2 * W) {
-        add_int_bytes<SOME>(v, offset + c, count, by.unit.of[0], weights, to + c, is.ldo, pa_min(2 * W, v_size - c),
-                            ask(count * SOME / ROWS * 2 * W / v_size, (count + 1) / 2 * W / 8));
+      vi *const sums = (vi *)floats;  // which weights don't need any more
+      const int run = keys_listed(v_size);
+      for (int t = 0; t < count; t += run) {
+        const int some = pa_min(run, count - t);
+        add_int_bytes<SOME>(v + t, offset, some, weights + 2 * t, v_size, t == 0, sums, ask(some * SOME / ROWS, some * v_size / 64));
       }
+      add_int_sums<SOME>(sums, by.unit.of[0], to, is.ldo, v_size);
     });
   }
 #endif

@@ -174,6 +174,9 @@ PA_INLINE vf repeated(vf x) {
 // The scales of W / ROWS rows of bytes, a lane each of a visit's scores.
 template <int ROWS>
 PA_INLINE vf byte_row_scales(const RowScales &scales) {
+#if PA_W == 8 && defined(__AVX2__)
+  if constexpr (ROWS == 4) return (vf)_mm256_blend_ps(_mm256_set1_ps(scales[0]), _mm256_set1_ps(scales[1]), 0xf0);
+#endif
   vf each = {};
   PA_UNROLLED
   for (int k = 0; k < W / ROWS; k++) each[k] = scales[k];

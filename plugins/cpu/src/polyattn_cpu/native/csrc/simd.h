@@ -45,7 +45,8 @@ PA_INLINE void write(void *p, V v) {
 }
 PA_INLINE vf loadf(const float *p) { return read<vf>(p); }
 // Keeps a compiler from loading it again for each use: load ports are what runs out.
-PA_INLINE void in_register(vf &v) {
+template <class V>
+PA_INLINE void in_register(V &v) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(v));
 #elif defined(__x86_64__)
