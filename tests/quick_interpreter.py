@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import triton.language.core as core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -22,6 +23,7 @@ def hasten() -> None:
     _tuples()
     _types()
     _operations()
+    _calls()
 
 
 def _tuples() -> None:
@@ -59,20 +61,16 @@ def _tuples() -> None:
 def _types() -> None:
     known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
     numpy: dict[str, Any] = {}
-    block, equal, numpy_type = (
-        core.block_type.__init__,
-        core.dtype.__eq__,
-        interpreter._get_np_dtype,
-    )
+    block, equal = core.block_type.__init__, core.dtype.__eq__
+    numpy_type = interpreter._get_np_dtype
 
     def made(self: Any, element_ty: Any, shape: Any) -> None:
         values = shape.values if isinstance(shape, core.tuple) else shape
         place = id(element_ty), tuple(map(core._unwrap_if_constexpr, values))
         if place not in known:
             block(self, element_ty, shape)
-            known[place] = vars(self) | {
-                "_seen": _seen(self)
-            }  # which keeps `element_ty`, and its id
+            # Which keeps `element_ty`, and its id.
+            known[place] = vars(self) | {"_seen": _seen(self), "_others": {}}
         self.__dict__ = known[place]
 
     def same(self: Any, other: Any) -> bool:
@@ -93,7 +91,13 @@ def _types() -> None:
             numpy[type.name] = numpy_type(type)
         return numpy[type.name]
 
+    def with_element(self: Any, scalar: Any) -> Any:
+        if id(scalar) not in self._others:
+            self._others[id(scalar)] = core.block_type(scalar, self.shape)
+        return self._others[id(scalar)]
+
     core.block_type.__init__, core.block_type.__eq__ = made, same
+    core.block_type.with_element_ty = with_element
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.tensor.__init__, interpreter._get_np_dtype = tensor, numpy_of
 
@@ -105,16 +109,41 @@ def _seen(type: Any) -> tuple[Any, ...]:
 
 
 def _operations() -> None:
-    broadcast, cast, promoted = (
+    broadcast, cast, promoted, checked, tensor = (
         TritonSemantic.broadcast_impl_value, TritonSemantic.cast, TritonSemantic.computation_type_impl,
+        TritonSemantic.binary_op_type_checking_impl, TritonSemantic.to_tensor,
     )  # fmt: skip
     types: dict[tuple[Any, ...], Any] = {}
 
     def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
+        if not left.is_block():
+            return (filled(self, lhs, right), rhs) if right.is_block() else (lhs, rhs)
+        if not right.is_block():
+            return lhs, filled(self, rhs, left)
+        if left.shape.values == right.shape.values:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
+
+    def filled(self: Any, scalar: Any, of: Any) -> Any:
+        to = of.with_element_ty(scalar.type)
+        return self.tensor(self.builder.create_splat(to, scalar.handle), to)
+
+    def checked_once(
+        self: Any, lhs: Any, rhs: Any, lhs_ptr: bool = False, rhs_ptr: bool = False,
+        arithmetic: bool = True, div: bool = False,
+    ) -> Any:  # fmt: skip
+        if (
+            type(lhs) is type(rhs) is core.tensor
+            and lhs.dtype is rhs.dtype
+            and not div
+            and not lhs.dtype.is_ptr()
+        ):
+            return self.broadcast_impl_value(lhs, rhs)
+        return checked(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, div)
+
+    def tensor_once(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else tensor(self, x, check_type)
 
     def cast_once(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         if input.dtype is dst_ty and fp_downcast_rounding is None:
@@ -128,4 +157,41 @@ def _operations() -> None:
         return types[asked]
 
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_once, cast_once
-    TritonSemantic.computation_type_impl = promoted_once
+    TritonSemantic.computation_type_impl, TritonSemantic.to_tensor = promoted_once, tensor_once
+    TritonSemantic.binary_op_type_checking_impl = checked_once
+
+
+def _calls() -> None:
+    validated = interpreter.TensorHandle.__post_init__
+
+    def handled(self: Any) -> None:
+        type = self.dtype
+        if isinstance(type, core.pointer_type) or self.data.itemsize * 8 > max(
+            8, type.primitive_bitwidth
+        ):
+            validated(self)  # which says what is wrong
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = TritonSemantic(builder)
+        if member.__code__ is core.load.__code__:  # of `builtin`, which looks for `_semantic`
+            member = member.__wrapped__
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        number = arg.data[0] if isinstance(arg.dtype, core.block_type) else arg.data
+        data = np.full(tuple(ret_ty.shape.values), number, interpreter._get_np_dtype(arg.dtype))
+        return interpreter.TensorHandle(data, arg.dtype.scalar)
+
+    def expand(self: Any, arg: Any, axis: int) -> Any:
+        sizes = [*arg.data.shape]
+        sizes.insert(axis, 1)
+        return interpreter.TensorHandle(arg.data.reshape(sizes), arg.dtype.scalar)
+
+    interpreter.TensorHandle.__post_init__, interpreter._patch_attr = handled, patch
+    interpreter.InterpreterBuilder.create_splat = splat
+    interpreter.InterpreterBuilder.create_expand_dims = expand
