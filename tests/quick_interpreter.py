@@ -164,10 +164,13 @@ def _operations() -> None:
 def _calls() -> None:
     validated = interpreter.TensorHandle.__post_init__
 
-    def handled(self: Any) -> None:
-        type = self.dtype
-        if isinstance(type, core.pointer_type) or self.data.itemsize * 8 > max(
-            8, type.primitive_bitwidth
+    def handled(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        size = data.itemsize
+        if (
+            size > 1
+            and not isinstance(dtype, core.pointer_type)
+            and size * 8 > dtype.primitive_bitwidth
         ):
             validated(self)  # which says what is wrong
 
@@ -192,6 +195,6 @@ def _calls() -> None:
         sizes.insert(axis, 1)
         return interpreter.TensorHandle(arg.data.reshape(sizes), arg.dtype.scalar)
 
-    interpreter.TensorHandle.__post_init__, interpreter._patch_attr = handled, patch
+    interpreter.TensorHandle.__init__, interpreter._patch_attr = handled, patch
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.InterpreterBuilder.create_expand_dims = expand
