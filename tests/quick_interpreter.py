@@ -1,8 +1,8 @@
 """Triton's interpreter without the types that nobody asks for: kernels run in about half of the time.
 
-Nine tenths of an interpreted kernel's time are Triton's bookkeeping of types, NumPy's work is the rest.
-Each tensor makes two tuples and their types anew, and each operation compares shapes by making more.
-Here a block's type is made once, a tuple's when it is asked for. Values come of the same operations.
+Most of a small kernel's time is Triton's bookkeeping of types; NumPy's work is the rest. Each tensor
+makes two tuples and their types anew, and each operation compares shapes by making more. Here a block's
+type is made once, a tuple's when it is asked for. Values come of the same operations.
 """
 
 from __future__ import annotations

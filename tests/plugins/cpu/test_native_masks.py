@@ -214,7 +214,9 @@ def test_an_endless_window_without_a_causal_mask_shows_all(isa: str, kept: int) 
     ],
 )  # of float32, which goes to the base's kernels where an instruction set has one
 def test_every_mask_of_the_grid(isas: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second instruction set has the first one's references, which take half of the time."""
+    """The second instruction set has the first one's references, which take as long as a run."""
+    if not isas:
+        pytest.skip("no instruction set here that has a base")
     monkeypatch.setenv(library.PAIRS_VARIABLE, "1")
     cases = {name: case for name, case in (GRID | BEYOND).items() if case.spec.window_right is None}
     host, right, wrong = Device("cpu", "x86_64", torch_device="cpu"), {}, {}
