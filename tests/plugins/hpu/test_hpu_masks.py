@@ -11,8 +11,17 @@ from polyattn import Device
 HOST = Device("cpu", "x86_64", torch_device="cpu")
 
 
+SAMPLE = dict(list(BEYOND.items())[::3])
+"""Three is prime to the number of steps, so that each mask and each step is in it."""
+
+
 @pytest.mark.parametrize(
-    "cases", [GRID, pytest.param(BEYOND, marks=pytest.mark.slow)], ids=["grid", "beyond"]
+    "cases",
+    [
+        pytest.param(GRID, id="grid"),
+        pytest.param(SAMPLE, id="sample", marks=pytest.mark.slow),
+        pytest.param(BEYOND, id="beyond", marks=pytest.mark.sweep),
+    ],
 )
 def test_every_mask(cases: dict[str, Any]) -> None:
     found = judged("HPU_ATTN", HOST, cases.items())

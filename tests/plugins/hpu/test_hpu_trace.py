@@ -44,7 +44,7 @@ def replay(
     [
         pytest.param("azure_conversation.csv", 16, marks=pytest.mark.slow),
         ("azure_conversation.csv", 128),
-        pytest.param("mooncake_conversation.jsonl", 128, marks=pytest.mark.slow),
+        pytest.param("mooncake_conversation.jsonl", 128, marks=pytest.mark.sweep),
     ],
 )
 def test_padding_and_graphs(trace: str, block_size: int) -> None:

@@ -24,3 +24,10 @@ def test_each_way_is_the_formula() -> None:
         assert out < TOLERANCE["float16" if "relu" in what else of_state], what
         assert state < TOLERANCE[of_state], what
         assert (pieces >= 4) is ("pieces" in what), what
+
+
+@pytest.mark.sweep
+def test_the_quick_interpreter_gives_the_plain_one_s_numbers() -> None:
+    """Users' kits run the plain one."""
+    script = Path(__file__).with_name("interpreted_recurrences.py")
+    assert interpreted(script) == interpreted(script, PLAIN_INTERPRETER="1")
