@@ -20,8 +20,8 @@ ACCESSES = {
 }  # fmt: skip
 """Methods, and which arguments are the addresses and the mask."""
 
-SMALL, LAST = 1 << 32, np.iinfo(np.int64).max
-"""What no address is below, and the end of what has no known end."""
+SMALL, LAST = 1 << 24, np.iinfo(np.int64).max
+"""What no address is below (some heaps begin below 4 GiB), and the end of what has no known end."""
 
 
 class Buffers:
