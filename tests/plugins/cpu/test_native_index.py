@@ -286,7 +286,8 @@ def test_a_step_is_checked_once_for_its_layers(fold, monkeypatch):
     """Layers of a group share what the first one's call has found, and nothing of its tensors."""
     work = step(IndexerSpec(num_heads=4, head_size=128, budget=9, fold=fold), [1, 1], [300, 40])
     group = LayerGroup(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
-    first, other = of_a_layer(work, query=work.frame.query), of_a_layer(work)
+    frame, other = work.frame, of_a_layer(work)
+    first = other | {"query": frame.query, "keys": frame.keys, "weights": frame.weights}
     assert torch.equal(Indexer(group)(**first), by_torch(work.spec, first))
     with monkeypatch.context() as without:
         without.setattr(Indexer, "_check", None)
@@ -295,6 +296,9 @@ def test_a_step_is_checked_once_for_its_layers(fold, monkeypatch):
         shorter = Indexer(group)(**other)
     work.batch.seq_lens[0] = 300
     assert torch.equal(choice, by_torch(work.spec, other))
+    if fold == "weighted":
+        other["weights"] = other["weights"].bfloat16()
+        assert torch.equal(Indexer(group)(**other), by_torch(work.spec, other))
     work.batch.seq_lens[0] = 17
     work.batch.lens_are_bounds = True
     assert torch.equal(shorter, by_torch(work.spec, other))
@@ -316,7 +320,10 @@ def test_another_step_or_form_is_checked_again():
     for fields in likes:
         assert torch.equal(indexer(**call | fields), by_torch(work.spec, call | fields))
         assert torch.equal(indexer(**call), by_torch(work.spec, call))
+    other = batch.copy()
+    other.block_size = 2 * keys.shape[1]
     for fields, says in (
+        ({"plan": other}, "block_size"),
         ({"query": query[:1]}, "query"), ({"query": query.float()}, "query"), ({"query": None}, "query"),
         ({"keys": keys[:, :, :64]}, "keys"), ({"keys": keys.float()}, "keys"),
         ({"weights": query[..., 0]}, "weights were given"),
@@ -336,6 +343,11 @@ def test_another_step_or_form_is_checked_again():
     batch.seq_lens = torch.tensor([33, 40]).int()
     batch.lens_are_bounds = True
     assert torch.equal(indexer(**call), by_torch(work.spec, call)), "other lengths"
+    indexer(**call)
+    batch.query_start_loc = torch.tensor([0, 2, 2]).int()
+    batch.seq_lens[1] = 0
+    fresh = Indexer(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
+    assert torch.equal(indexer(**call), fresh(**call)), "other queries"
 
 
 def test_a_copy_of_an_indexer_knows_no_addresses():

@@ -174,7 +174,8 @@ class Indexer:
 
         """
         batch = plan.batch if isinstance(plan, StepPlan) else plan
-        known, alike = self.backend.known, within is None and not is_dynamo_compiling()
+        alike = within is None and not is_dynamo_compiling()
+        known: Known | None = self.backend.known
         # Of what an earlier call of the step has checked, nothing changes from layer to layer.
         if known is not None and alike:
             again = known.again(query, keys, batch, weights)
