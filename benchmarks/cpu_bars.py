@@ -235,9 +235,9 @@ class Visit:
 
         `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`, as is the read
         before each call. Loops read the indexer's pages in its order; they convert, sum and choose
-        nothing. Where products are below the bar, no kernel of this instruction set meets it. `ns`: of a
-        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together.
-        `of_read`: the share of the read before each call.
+        nothing, in turns of their own, as there is time for few. Where products are below the bar, no
+        kernel of this instruction set meets it. `ns`: of a key. `host`: ms of a call whose kernel does
+        nothing; `floor`: products and that together. `of_read`: the share of the read before each call.
         """
         memory = self.torch.ones(FAR)
         for name, (counts, spec, what) in self.native.INDEXERS.items():
@@ -253,12 +253,9 @@ class Visit:
         limit, amount = bounds[what if what in bounds else "mm fp32"]
         multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
         calls: Calls = {"before": memory.sum, "index": work.call, "limit": limit}
-        # In turns of their own: beside the others there is time for four rounds alone.
+        floors = self.native.index_floors(work, spec.num_heads, limit) if what == "read" else {}
         best = least(calls, 3 * self.seconds, time.thread_time)
-        others: Calls = {"mm": multiply}
-        if what == "read":
-            others |= {"read": limit} | self.native.index_floors(work, spec.num_heads, limit)
-        best |= least(others, len(others) / 3 * self.seconds, time.thread_time)
+        best |= least(floors | {"mm": multiply}, len(floors) / 3 * self.seconds, time.thread_time)
         entries = seqs * ((1 << 17) // spec.tokens_per_entry)
         keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
         products = 2 * entries * spec.num_heads * spec.head_size
