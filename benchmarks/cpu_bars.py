@@ -235,9 +235,9 @@ class Visit:
 
         `of_mm`, `bar_of_mm`, `rows_of_read` and `products_of_read`: as those of `sparse`, as is the read
         before each call. Loops read the indexer's pages in its order; they convert, sum and choose
-        nothing. Where products are below the bar, no kernel of this instruction set meets it. `ns`: of a
-        key. `host`: ms of a call whose kernel does nothing; `floor`: products and that together.
-        `of_read`: the share of the read before each call.
+        nothing, in turns of their own, as there is time for few. Where products are below the bar, no
+        kernel of this instruction set meets it. `ns`: of a key. `host`: ms of a call whose kernel does
+        nothing; `floor`: products and that together. `of_read`: the share of the read before each call.
         """
         memory = self.torch.ones(FAR)
         for name, (counts, spec, what) in self.native.INDEXERS.items():
@@ -252,10 +252,10 @@ class Visit:
         bounds = self.limits() | {"read": (memory.sum, memory.nbytes)}
         limit, amount = bounds[what if what in bounds else "mm fp32"]
         multiply, rate = bounds["mm bf16" if "mm bf16" in bounds else "mm fp32"]
-        calls: Calls = {"before": memory.sum, "index": work.call, "limit": limit, "mm": multiply}
-        if what == "read":
-            calls |= self.native.index_floors(work, spec.num_heads, limit)
-        best = least(calls, len(calls) / 3 * self.seconds, time.thread_time)
+        calls: Calls = {"before": memory.sum, "index": work.call, "limit": limit}
+        floors = self.native.index_floors(work, spec.num_heads, limit) if what == "read" else {}
+        best = least(calls, 3 * self.seconds, time.thread_time)
+        best |= least(floors | {"mm": multiply}, len(floors) / 3 * self.seconds, time.thread_time)
         entries = seqs * ((1 << 17) // spec.tokens_per_entry)
         keys = entries * work.frame.keys.shape[2] * work.frame.keys.itemsize
         products = 2 * entries * spec.num_heads * spec.head_size
@@ -266,8 +266,8 @@ class Visit:
         if what == "read":
             for way in ("rows", "products"):
                 took = min(best[key] for key in best if key.startswith(way))
-                more[f"{way}_of_read"] = keys / took / (amount / best["limit"])
-            more["floor"] = keys / (took + best["host"]) / (amount / best["limit"])
+                more[f"{way}_of_read"] = keys / took / (amount / best["read"])
+            more["floor"] = keys / (took + best["host"]) / (amount / best["read"])
             more["host"] = best["host"] * 1e3
         self.row(label, share, f"of {what}", 0.7, ms=best["index"] * 1e3, gb_s=keys / best["index"] / 1e9,
                  ns=best["index"] / entries * 1e9, **more)  # fmt: skip

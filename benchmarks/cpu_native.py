@@ -169,7 +169,7 @@ def index_floors(
     size = keys.stride(0) * keys.itemsize
     runs = (table.long() * size + keys.data_ptr()).flatten()
     products = heads * vectors_of_a_line("bfloat16", keys.itemsize, "amx", "avx512_bf16")
-    calls = {"before host": read, "host": without_kernel(work)}
+    calls = {"read": read, "before host": read, "host": without_kernel(work)}
     for way, count in (("rows", 0), ("products", products)):
         for ahead in (0, 4096, 8192, 16384):
             name = f"{way} {ahead}"

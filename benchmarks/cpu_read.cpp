@@ -28,8 +28,10 @@ static float read_all(Runs of) {
     const int64_t later = r + of.ahead / of.bytes, inside = of.ahead % of.bytes;
     const char *now = of.at[later < of.count ? later : of.count - 1] + inside;
     const char *then = of.at[later + 1 < of.count ? later + 1 : of.count - 1];
-    // A long run's first line early: its address is known when the others are asked for.
-    if (of.ahead && of.bytes >= FAR) __builtin_prefetch(of.at[r + 4 < of.count ? r + 4 : of.count - 1], 0, 2);
+    // Long runs' first lines early and eight at once: their addresses are known when the others are asked for.
+    for (int64_t i = r + 2; of.ahead && of.bytes >= FAR && r % 8 == 0 && i < r + 10; i++) {
+      __builtin_prefetch(of.at[i < of.count ? i : of.count - 1], 0, 2);
+    }
     for (int64_t i = 0; i < of.bytes; i += 256) {
       const char *asked = i < of.bytes - inside ? now + i : then + (i - (of.bytes - inside));
 #pragma GCC unroll 8

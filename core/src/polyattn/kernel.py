@@ -8,6 +8,7 @@ from polyattn.families.attention.rope import inv_freq as inv_freq
 from polyattn.families.attention.rotation import rotation_at as rotation_at
 from polyattn.runtime.backend import Addressed as Addressed
 from polyattn.runtime.backend import AddressedChoice as AddressedChoice
+from polyattn.runtime.backend import AddressedIndex as AddressedIndex
 from polyattn.runtime.backend import AttentionBackend as AttentionBackend
 from polyattn.runtime.backend import IndexBackend as IndexBackend
 from polyattn.runtime.backend import MergeBackend as MergeBackend

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Indexer, IndexerSpec, select
+from polyattn import Indexer, IndexerSpec, LayerGroup, select
 from polyattn.conformance.cases.index import layer_for
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
@@ -262,3 +264,98 @@ def test_the_kits_cases_pass(isa):
     ]
     for case in cases:
         run_case(case, "NATIVE_INDEX", device, 1)
+
+
+def of_a_layer(work, **fields):
+    """The arguments of another layer's call in the step."""
+    frame, dice = work.frame, Dice(7)
+    call = {"query": frame.query, "keys": frame.keys, "plan": work.batch, "weights": frame.weights}
+    for name in ("query", "keys", "weights"):
+        if call[name] is not None:
+            drawn = dice.normal(*call[name].shape).round().to(call[name].dtype)
+            call[name] = call[name].clone().copy_(drawn)
+    return call | fields
+
+
+def by_torch(layer, call):
+    return Indexer(select(layer, "cpu", backend="index=TORCH_INDEX"))(**call)
+
+
+@pytest.mark.parametrize("fold", ["sum", "weighted"])
+def test_a_step_is_checked_once_for_its_layers(fold, monkeypatch):
+    """Layers of a group share what the first one's call has found, and nothing of its tensors."""
+    work = step(IndexerSpec(num_heads=4, head_size=128, budget=9, fold=fold), [1, 1], [300, 40])
+    group = LayerGroup(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
+    frame, other = work.frame, of_a_layer(work)
+    first = other | {"query": frame.query, "keys": frame.keys, "weights": frame.weights}
+    assert torch.equal(Indexer(group)(**first), by_torch(work.spec, first))
+    with monkeypatch.context() as without:
+        without.setattr(Indexer, "_check", None)
+        choice = Indexer(group)(**other)
+        work.batch.seq_lens[0] = 17  # as a captured step's lengths change
+        shorter = Indexer(group)(**other)
+    work.batch.seq_lens[0] = 300
+    assert torch.equal(choice, by_torch(work.spec, other))
+    if fold == "weighted":
+        other["weights"] = other["weights"].bfloat16()
+        assert torch.equal(Indexer(group)(**other), by_torch(work.spec, other))
+    work.batch.seq_lens[0] = 17
+    work.batch.lens_are_bounds = True
+    assert torch.equal(shorter, by_torch(work.spec, other))
+
+
+def test_another_step_or_form_is_checked_again():
+    work = step(IndexerSpec(num_heads=4, head_size=128, budget=9, fold="sum"), [1, 1], [300, 40])
+    indexer = Indexer(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
+    call = of_a_layer(work)
+    indexer(**call)
+    query, keys, batch = call["query"], call["keys"], call["plan"]
+    apart = torch.empty(2, 4, 256, dtype=torch.bfloat16)[..., :128].copy_(query)
+    turned = query.clone().transpose(0, 1).contiguous().transpose(0, 1)
+    table = batch.block_table.flip(1).contiguous()
+    likes = [
+        {"query": apart}, {"query": turned}, {"query": query.float().to(torch.float8_e4m3fn)},
+        {"keys": torch.cat([keys, keys])}, {"plan": batch.copy()},
+    ]  # fmt: skip
+    for fields in likes:
+        assert torch.equal(indexer(**call | fields), by_torch(work.spec, call | fields))
+        assert torch.equal(indexer(**call), by_torch(work.spec, call))
+    other = batch.copy()
+    other.block_size = 2 * keys.shape[1]
+    for fields, says in (
+        ({"plan": other}, "block_size"),
+        ({"query": query[:1]}, "query"), ({"query": query.float()}, "query"), ({"query": None}, "query"),
+        ({"keys": keys[:, :, :64]}, "keys"), ({"keys": keys.float()}, "keys"),
+        ({"weights": query[..., 0]}, "weights were given"),
+        ({"within": table[:, None]}, "within was given"),
+    ):  # fmt: skip
+        with pytest.raises(BatchError, match=says):
+            indexer(**call | fields)
+        indexer(**call)
+    batch.block_table = table = work.batch.block_table.clone()
+    table[:, :2] = table[:, :2].flip(1)
+    assert torch.equal(indexer(**call), by_torch(work.spec, call)), "another table"
+    indexer(**call)
+    table[0, 0] = len(keys)
+    with pytest.raises(BatchError, match="points outside the index cache"):
+        indexer(**call)
+    table[0, 0] = 0
+    batch.seq_lens = torch.tensor([33, 40]).int()
+    batch.lens_are_bounds = True
+    assert torch.equal(indexer(**call), by_torch(work.spec, call)), "other lengths"
+    indexer(**call)
+    batch.query_start_loc = torch.tensor([0, 2, 2]).int()
+    batch.seq_lens[1] = 0
+    fresh = Indexer(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
+    assert torch.equal(indexer(**call), fresh(**call)), "other queries"
+
+
+def test_a_copy_of_an_indexer_knows_no_addresses():
+    work = step(IndexerSpec(num_heads=4, head_size=128, budget=9, fold="sum"), [1, 1], [300, 40])
+    indexer = Indexer(select(work.spec, "cpu", backend="index=NATIVE_INDEX"))
+    call = of_a_layer(work)
+    choice = indexer(**call)
+    assert torch.equal(pickle.loads(pickle.dumps(indexer))(**call), choice)
+    copied, batch = copy.deepcopy((indexer, call["plan"]))
+    call["plan"].block_table.fill_(len(call["keys"]))
+    assert torch.equal(copied(**call | {"plan": batch}), choice)

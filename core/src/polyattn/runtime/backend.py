@@ -21,6 +21,8 @@ Addressed = Callable[..., None]
 """Takes (query, key, value, params, out, lse): `AttentionBackend.addressed`."""
 AddressedChoice = Callable[..., bool]
 """Takes a choice behind these: `AttentionBackend.addressed_choice`."""
+AddressedIndex = Callable[..., None]
+"""Takes (query, keys, weights, out): `IndexBackend.addressed`."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -321,6 +323,12 @@ class IndexBackend(Backend, ABC):
 
     alone_from: ClassVar[Invariance] = Invariance.STEPS
     """The level of `batch_invariant` from which each token is planned as a decode of its own."""
+    known: Any = None
+    """What `Indexer` knows of the last call, as the layers of a group share the backend."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is known has addresses: a copy's first call looks for its own.
+        return self.__dict__ | {"known": None}
 
     @property
     def multiplies_e4m3(self) -> bool:
@@ -338,6 +346,20 @@ class IndexBackend(Backend, ABC):
         if batch.all_decode or self.spec.batch_invariant < self.alone_from:
             return Plan(batch)
         return Plan(each_token(batch))
+
+    def addressed(self, plan: Plan, frame: IndexFrame) -> AddressedIndex | None:
+        """Return `run` for other tensors like a frame's; None if the backend hasn't it.
+
+        Args:
+            plan: the return value of `plan`; its batch's tensors stay where they are.
+            frame: a call's tensors, without `within`. Others have their shapes, strides, dtypes and
+                device.
+
+        Returns:
+            A function of (query, keys, weights, out), of the frame's meaning.
+
+        """
+        return None
 
     @abstractmethod
     def run(self, plan: Any, frame: IndexFrame) -> None:

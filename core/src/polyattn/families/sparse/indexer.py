@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.sparse.index_cache import (
@@ -13,7 +16,7 @@ from polyattn.families.sparse.index_cache import (
     write_index_keys,
     zeroed_index_cache,
 )
-from polyattn.runtime.backend import IndexBackend
+from polyattn.runtime.backend import AddressedIndex, IndexBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.room import room
 from polyattn.runtime.group import LayerGroup, StepPlan
@@ -29,6 +32,43 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import IndexerSpec
+
+
+@dataclass(slots=True)
+class Known:
+    """A call that passed all checks: what another one must have in common with it.
+
+    `step`: the batch, and its tensors. `forms`: shape, stride, dtype and device of the query, the keys
+    and the weights. `out`: a tensor of the output's shape. `run` does the call's work.
+    """
+
+    step: tuple[Any, ...]
+    forms: tuple[Any, ...]
+    out: Tensor
+    run: AddressedIndex
+
+    def again(
+        self, query: Tensor, keys: Tensor, batch: Batch, weights: Tensor | None
+    ) -> Tensor | None:
+        """Run for other tensors, and return the choice; None where something differs."""
+        known, table, starts, lens = self.step
+        # A cold call pays for each object that it touches, so this calls few functions.
+        if (
+            batch is not known
+            or batch.block_table is not table
+            or batch.query_start_loc is not starts
+            or batch.seq_lens is not lens
+            or query.__class__ is not Tensor
+            or keys.__class__ is not Tensor
+            or (query.shape, query.stride(), query.dtype, query.device) != self.forms[0]
+            or (keys.shape, keys.stride(), keys.dtype, keys.device) != self.forms[1]
+            or (weights is not None and weights.__class__ is not Tensor)
+            or _form(weights) != self.forms[2]
+        ):
+            return None
+        out = torch.empty_like(self.out)
+        self.run(query, keys, weights, out)
+        return out
 
 
 class Indexer:
@@ -134,17 +174,35 @@ class Indexer:
 
         """
         batch = plan.batch if isinstance(plan, StepPlan) else plan
+        alike = within is None and not is_dynamo_compiling()
+        known: Known | None = self.backend.known
+        # Of what an earlier call of the step has checked, nothing changes from layer to layer.
+        if known is not None and alike:
+            again = known.again(query, keys, batch, weights)
+            if again is not None:
+                return again
         self._check(query, keys, batch, weights, within)
         self._known_keys = keys
+        own = query
         if query.dtype is not self._dtype and not self.backend.multiplies_e4m3:
-            query = query.to(self._dtype)
+            own = own.to(self._dtype)
         if query.requires_grad:
-            query = query.detach()
+            own = own.detach()
         shape = (batch.num_tokens, self.spec.choices, chosen_width(self.spec, batch))
         out = torch.empty(shape, dtype=torch.int32, device=query.device)
+        frame = IndexFrame(own, keys, weights, within, out)
         with own_precision(self.group.device_type):
-            frame = IndexFrame(query, keys, weights, within, out)
-            self.backend.run(self.backend.plan(batch), frame)
+            step, run = self.backend.plan(batch), None
+            if alike and own is query and getattr(step, "batch", None) is batch:
+                run = self.backend.addressed(step, frame)
+            if run is None:
+                self.backend.run(step, frame)
+                return out
+            run(query, keys, weights, out)
+        tensors = batch.block_table, batch.query_start_loc, batch.seq_lens
+        forms = _form(query), _form(keys), _form(weights)
+        like = out.new_empty(1).expand(shape)
+        self.backend.known = Known((batch, *tensors), forms, like, run)
         return out
 
     def _check_cache(self, name: str, cache: Tensor) -> None:
@@ -194,6 +252,12 @@ class Indexer:
         fits = within.dim() == 3 and len(within) == tokens and within.shape[1] in (1, spec.choices)
         if not fits or within.dtype is not torch.int32:
             raise bad_input("within", within, (tokens, spec.choices, "blocks"), torch.int32)
+
+
+def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def chosen_width(spec: IndexerSpec, batch: Batch) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import (
+    AddressedIndex,
     BatchError,
     CacheFormat,
     Device,
@@ -21,6 +22,8 @@ from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES, kernels
 from polyattn_cpu.native.library import NativeError, isa
 
 _INDEX = struct.Struct("@8P7qd18if4x")
+_TENSORS = struct.Struct("@5P")
+"""What differs between like calls: it comes first in `pa_index`."""
 
 
 class NativeIndex(IndexBackend):
@@ -34,6 +37,35 @@ class NativeIndex(IndexBackend):
         self._by = self.by.encode()
 
     def run(self, plan: Plan, frame: IndexFrame) -> None:
+        within = frame.within
+        if within is not None:
+            within = within.int()
+            if not within.numel():  # which has no address, as if all counted
+                within = torch.full((len(frame.query), 1, 1), -1, dtype=torch.int32)
+            if within.stride(2) != 1:
+                within = within.contiguous()
+        packed, _held = self._packed(plan, frame, within)
+        self._choose(packed, len(frame.keys))
+
+    def addressed(self, plan: Plan, frame: IndexFrame) -> AddressedIndex | None:
+        packed, held = self._packed(plan, frame)
+        theirs = frame.query, plan.batch.block_table, frame.weights
+        if any(one is not other for one, other in zip(held, theirs, strict=True)):
+            return None  # it is a copy
+        pack, rest = _TENSORS.pack, packed[_TENSORS.size :]
+        choose, blocks = self._choose, len(frame.keys)
+
+        def run(query: Tensor, keys: Tensor, weights: Tensor | None, out: Tensor) -> None:
+            of_weights = 0 if weights is None else weights.data_ptr()
+            these = pack(query.data_ptr(), keys.data_ptr(), of_weights, 0, out.data_ptr())
+            choose(these + rest, blocks)
+
+        return run
+
+    def _packed(
+        self, plan: Plan, frame: IndexFrame, within: Tensor | None = None
+    ) -> tuple[bytes, tuple[Any, ...]]:
+        """Return `pa_index`, and the query, the block table and the weights whose addresses it has."""
         spec, batch, keys, out = self.spec.indexer, plan.batch, frame.keys, frame.out
         assert spec is not None and batch.block_table is not None
         query, table = frame.query, batch.block_table
@@ -41,15 +73,10 @@ class NativeIndex(IndexBackend):
             query = query.contiguous()
         if table.stride(-1) != 1:
             table = table.contiguous()
-        weights, within, steps = frame.weights, frame.within, (0, 0, 0)
+        weights, steps = frame.weights, (0, 0, 0)
         if weights is not None:
             weights = weights.float().contiguous()
         if within is not None:
-            within = within.int()
-            if not within.numel():  # which has no address, as if all counted
-                within = torch.full((len(query), 1, 1), -1, dtype=torch.int32)
-            if within.stride(2) != 1:
-                within = within.contiguous()
             steps = within.stride(0), within.stride(1) * (within.shape[1] > 1), within.shape[2]
         blocks, block_size, _ = keys.shape
         scaled, part = spec.cache_dtype == "fp8_scaled", spec.budget
@@ -65,6 +92,9 @@ class NativeIndex(IndexBackend):
             spec.tokens_per_entry, spec.pool, spec.forced_first, spec.forced_last, spec.tail,
             spec.within or 1, steps[2], spec.scale,
         )  # fmt: skip
+        return packed, (query, table, weights)
+
+    def _choose(self, packed: bytes, blocks: int) -> None:
         failed = kernels().pa_choose(self._by, packed, torch.get_num_threads())
         if failed > 0:
             raise BatchError(

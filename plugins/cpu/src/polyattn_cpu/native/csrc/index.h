@@ -12,7 +12,9 @@ constexpr int INDEX_TILE = MATRIX_TILE;
 // keys so many bytes ahead of their use.
 constexpr int INDEX_PLACES = 2, INDEX_AHEAD = 8192;
 constexpr int RUN_AHEAD = 4096;  // in keys that lie in runs of memory, a page of 4 KiB
-constexpr int RUN_PAGES = 4;     // and for a line of the page that is so many later, so that its address is known by then
+// and for a line of so many later pages at once, once none but so many are left. An ask waits for its address, and what
+// is behind it in the program waits with it; addresses of several pages are found at a time.
+constexpr int RUN_PAGES = 8, PAGES_LEFT = 2;
 
 // Rows of a token: a whole number of vectors, or a power of two that divides one.
 PA_INLINE int index_rows(const pa_index &x) {
@@ -445,6 +447,13 @@ struct Index {
       }
     }
   }
+  // Asks for a line of each page from this one on; returns the page behind them.
+  PA_NOINLINE int32_t ask_pages(int32_t page) {
+    for (int i = 0; i < RUN_PAGES && page * x.block_size < item.to; i++) {
+      if (const char *line = page_of(page++)) prefetch_l2_here(line);
+    }
+    return page;
+  }
   // Keys whose size the compiler knows, in runs of memory: each run's are ranked when it is done, so that memory
   // isn't idle for long. False where the table points outside the cache. Aligned, as where the loop lies is worth 1 %.
   template <int ROWS, int SIZE>
@@ -457,12 +466,12 @@ struct Index {
       ask.count -= W;
       if (ask.count <= 0) keys_from(asked, INDEX_TILE, ask);
     };
+    int32_t next_page = ask_pages(item.from / x.block_size);
     for (int i = 0; i < RUN_AHEAD / BYTES / W; i++) ask_further();
     int count;
     while ((count = keys_from(entry, INDEX_TILE, some)) > 0) {
-      const int32_t later = some.first / x.block_size + RUN_PAGES;
-      const char *page = later * x.block_size < item.to ? page_of(later) : NULL;
-      if (page) prefetch_l2_here(page);
+      const int32_t page = some.first / x.block_size;
+      if (page + PAGES_LEFT >= next_page) next_page = ask_pages(pa_max(page, next_page));
       for (int t = 0; t < count; t += W) {
         alignas(64) char copied[W * BYTES];
         const char *run = some.at + t * BYTES;
