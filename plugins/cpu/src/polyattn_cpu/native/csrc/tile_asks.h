@@ -11,8 +11,7 @@ struct ByCycles {
 // The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside each product, each pair of values
 // and each pair of weights of a single unit. More lines at once than the core has buffers for stop all that follows.
 //
-// Values are asked for once more, into the first cache, so many rows before they are paired: the load of a line in
-// the second cache takes one of the buffers in which the asks of the next tile wait, and waits among them.
+// A tile's first values are asked for once more, into the first cache, before its softmax.
 struct RowAsks {
   static constexpr int NEAR = 16;
   const Ahead *of;

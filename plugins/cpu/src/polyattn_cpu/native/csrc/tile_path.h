@@ -55,7 +55,6 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   uint32_t *q, *pairs, *turned;
   uint16_t *keys, *values;
   float *o, *s, *alpha, *row;
-  int64_t value_head;  // from a head's values to the next one's, in bytes
   int64_t strides[TILE_KEYS / 16];  // between a tile's rows of 16 keys; 0: not even
   int configured = -1;              // which configuration the tiles have
 
@@ -73,7 +72,6 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     keys = arena.take<uint16_t>((int64_t)KEY_STEP * pa_max(is.k + 32, 128));
     values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
-    value_head = run->t.value_head * stored_bytes(layer);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
     __builtin_memset(q, 0, 4 * units * is.query_words());
@@ -221,7 +219,6 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
   // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
-  // Asks for rows that are paired a few rows later; behind the last row come the next elements, or the next head's.
   template <class Asks>
   PA_ALWAYS void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
                              int64_t panel, Asks &asks) {
@@ -234,13 +231,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       to += 32;
     };
     auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
-    const int64_t now = offset + d * (int64_t)sizeof(T);
-    const int64_t then = d + VALUE_STEP < layer.v_head_size ? now + VALUE_STEP * (int64_t)sizeof(T) : offset + value_head;
     for (int i = 0; i < 32; i += 2) {
-      for (int j = i + Asks::NEAR; Asks::NEAR > 0 && j < i + Asks::NEAR + 2; j++) {
-        const bool more = t + j < count;
-        ask_near(rows[more ? t + j : pa_min(t + j - count, count - 1)] + (more ? now : then));
-      }
       if (i % 8 == 0) asks.products(4 * VALUE_COST);
       asks();
       if (t + 32 <= count && size >= VALUE_STEP) {
@@ -252,7 +243,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  static void ask_near(const char *values) {
+  // Inlined, as a compiler may drop calls of what only asks.
+  static PA_ALWAYS void ask_near(const char *values) {
     for (int i = 0; i < VALUE_STEP * (int)sizeof(T); i += 64) prefetch(values + i);
   }
 
