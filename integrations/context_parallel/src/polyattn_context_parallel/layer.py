@@ -79,6 +79,7 @@ class ContextAttention(nn.Module):
         self.shared.group.check_format(cache.format)
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
+        self.layer.refuse_keys(key)
         layer, params, shared = self.layer, self.layer.params, self.shared
         width, size = layer.spec.v_head_size, layer.spec.head_size
         if isinstance(layer, LatentAttention):

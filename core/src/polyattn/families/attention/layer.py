@@ -73,6 +73,8 @@ class Attention(Layer):
         inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
             numbers.
         checks: check block tables and slots on the device at each step; None: the setting `checks`.
+        own_keys: False: the layer reads another's cache (`LayerSpec.kv_source`), and refuses a key and
+            a value, which would overwrite it.
 
     Raises:
         SpecError: an argument doesn't fit the spec.
@@ -105,8 +107,9 @@ class Attention(Layer):
         k_norm: Tensor | None = None,
         inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
+        own_keys: bool = True,
     ):
-        super().__init__(group, checks)
+        super().__init__(group, checks, own_keys)
         spec = self.spec
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
@@ -203,7 +206,7 @@ class Attention(Layer):
         if self._needs_lse:
             check_tensor("query", query, step.device)
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-        if cache is not self._known_cache or self.checks or self._from_step:
+        if cache is not self._known_cache or self.checks or self._from_step or not self.own_keys:
             self._check(step, query, key, value, cache, out)
         params = self.params if self._reads else self._params
         try:
@@ -268,6 +271,7 @@ class Attention(Layer):
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
+        self.refuse_keys(key)
         params = self.params
         if params.rotate or params.qkv_bias is not None or params.q_norm is not None:
             raise BatchError(
@@ -302,6 +306,9 @@ class Attention(Layer):
             check_tensor("query", query, step.device)
             self._check_cache(cache)
             self._known_cache = cache
+        if not self.own_keys:
+            check_tensor("query", query, step.device)
+            self.refuse_keys(in_heads(self.spec, query, key, value)[1])  # a fused query's, too
         if self._from_step:
             check_step_inputs(self.spec, self._from_step, step.batch)
         if not self.checks:
