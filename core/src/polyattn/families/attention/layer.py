@@ -56,7 +56,7 @@ class Attention(Layer):
         group: the group, or the selection or the spec to make one.
         sinks: (num_heads,), learned sink logits, if the spec has them. A backend may round them to the
             layer's dtype.
-        alibi_slopes: (num_heads,); default: the paper's.
+        alibi_slopes: (num_heads,); default: the paper's, of a layer that has all of its model's heads.
         k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
             also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale
             = 0.02`.
@@ -111,6 +111,7 @@ class Attention(Layer):
     ):
         super().__init__(group, checks, own_keys)
         spec = self.spec
+        self.default_slopes = spec.alibi and alibi_slopes is None
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
         device = self.group.torch_device
