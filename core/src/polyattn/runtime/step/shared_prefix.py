@@ -159,9 +159,10 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
     """Check that rows have the same blocks in their runs. Raises `BatchError`."""
     for run in (run for level in levels for run in level):
         blocks = table[list(run.rows), run.first : run.first + run.count]
-        differs = np.argwhere(blocks != blocks[0])
-        if len(differs):
-            row, column = run.rows[differs[0][0]], run.first + int(differs[0][1])
+        differs = blocks != blocks[0]
+        if differs.any():
+            at = np.argwhere(differs)[0]
+            row, column = run.rows[at[0]], run.first + int(at[1])
             raise BatchError(
                 f"shared_prefix has rows {run.rows[0]} and {row} share block {column}, where block_table "
                 f"has {table[run.rows[0], column]} and {table[row, column]}"
