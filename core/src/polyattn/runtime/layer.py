@@ -24,6 +24,7 @@ from polyattn.runtime.inputs import (
     compiling,
     own_precision,
     refuse_gradients,
+    side_by_side,
 )
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -282,7 +283,8 @@ class ChoosingLayer(Layer):
         if self.checks:
             self._check_values(step.batch, cache, choice)
         if key is not None and value is not None:
-            key, value = self._stored(key, value)
+            key, value = (side_by_side(each) for each in self._stored(key, value))
+        query = side_by_side(query)
         frame = Frame(query, key, value, cache, self.params, out, lse, choice, fresh)
         with own_precision(self.group.device_type):
             step.run(frame)
