@@ -50,12 +50,7 @@ def convert_blocks(
         >>> convert_blocks(theirs, ours, [0, 1], [7, 3])
 
     """
-    for name, cache in (("source", source), ("target", target)):
-        if not isinstance(cache, KVCache):
-            raise CacheError(
-                f"{name}={shown(cache)} must be a KVCache: convert_blocks(source, target, source_blocks, "
-                "target_blocks)"
-            )
+    _check_caches(source, target)
     one, other = source.format, target.format
     for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
         if getattr(one, name) != getattr(other, name):
@@ -97,6 +92,15 @@ def convert_blocks(
                 rows = _rewritten(rows.view(old.dtype), read, written, size, new.dtype, scales)
             at = to_ids[first // target.block_size : last // target.block_size]
             raw(new)[at] = raw(rows).view(len(at), target.block_size, *rows.shape[1:])
+
+
+def _check_caches(source: KVCache, target: KVCache) -> None:
+    for name, cache in (("source", source), ("target", target)):
+        if not isinstance(cache, KVCache):
+            raise CacheError(
+                f"{name}={shown(cache)} must be a KVCache: convert_blocks(source, target, source_blocks, "
+                "target_blocks)"
+            )
 
 
 def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:

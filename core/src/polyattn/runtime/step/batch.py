@@ -17,8 +17,7 @@ from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
-    check_own_tokens,
-    check_shared_blocks,
+    check_told,
     may_share,
     restricted,
     shared_prefixes,
@@ -503,9 +502,8 @@ class Batch:
 
         """
         if self.shared_prefix is not None:
-            check_own_tokens(self.shared_prefix, self.lens, self.host_contexts, block_size)
-            if self.device.type == "cpu" and self.host_block_table is not None:
-                check_shared_blocks(self.shared_prefix, self.host_block_table)
+            table = self.host_block_table if self.device.type == "cpu" else None
+            check_told(self.shared_prefix, self.lens, self.host_contexts, block_size, table)
             return self.shared_prefix
         table = self.host_block_table
         # Bounds of lengths reach into entries of the table that say nothing.

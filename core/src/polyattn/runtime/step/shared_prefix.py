@@ -169,8 +169,17 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
             )
 
 
-def check_own_tokens(levels: Levels, lens: Sequence[int], contexts: Rows, block_size: int) -> None:
-    """Check that each row has its new tokens behind the blocks that it shares. Raises `BatchError`."""
+def check_told(
+    levels: Levels,
+    lens: Sequence[int],
+    contexts: Rows,
+    block_size: int,
+    table: NDArray[np.int32] | None = None,
+) -> None:
+    """Check that each row has its new tokens behind the blocks that it shares, and that a table agrees.
+
+    `table`: None where only the device has it. Raises `BatchError`.
+    """
     for level in levels:
         for run in level:
             end = (run.first + run.count) * block_size
@@ -180,6 +189,8 @@ def check_own_tokens(levels: Levels, lens: Sequence[int], contexts: Rows, block_
                         f"shared_prefix has {end} tokens of row {row}, whose length is {lens[row]}; a "
                         "row's new tokens are its own: end the run before them"
                     )
+    if table is not None:
+        check_shared_blocks(levels, table)
 
 
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
