@@ -295,6 +295,25 @@ def test_state_slots_are_checked(slots: list[int], message: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["VANILLA_SCAN", "TORCH_SCAN", "NATIVE_SCAN"])
+@pytest.mark.parametrize("slots", [[3, 1], [1, 3]])
+def test_a_slot_that_the_states_lack_is_refused_before_any_call(
+    backend: str, slots: list[int]
+) -> None:
+    """Without checks, too, and by its place in the step, whichever phase its sequence is in."""
+    spec = MAMBA2.replace(dtype="float32")
+    group = LayerGroup(select(spec, "cpu", backend=backend))
+    generator = torch.Generator().manual_seed(0)
+    layer = Recurrent(group, checks=False, **recurrent_params(spec, generator))
+    states = group.allocate_states(3)
+    states.data.zero_()
+    inputs = recurrent_inputs(spec, 3, generator)
+    batch = Batch.from_lens([2, 1], [2, 9], state_slots=torch.tensor(slots))
+    with pytest.raises(BatchError, match=rf"state_slots\[{slots.index(3)}\]=3: there are 3 slots"):
+        layer(*inputs, states=states, plan=batch)
+    assert not states.data.any()
+
+
+@pytest.mark.parametrize("backend", ["VANILLA_SCAN", "TORCH_SCAN", "NATIVE_SCAN"])
 @pytest.mark.parametrize("lens", [(1, 1, 1), (3, 2, 4)])
 @pytest.mark.parametrize("negative", [-1, -5])
 def test_negative_slots_touch_no_state(backend: str, lens: tuple[int, ...], negative: int) -> None:

@@ -234,6 +234,19 @@ def test_a_run_may_not_hold_a_rows_last_token() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("cost", [0.0, 1e9], ids=["shares", "shares nothing"])
+def test_runs_that_the_table_contradicts_are_refused(
+    cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": cost})
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    _, batch = step(group)
+    table = batch.block_table.clone()
+    table[GIVEN[0][0].rows[1], 0] += 1
+    with pytest.raises(BatchError, match="share block 0, where block_table has"):
+        group.plan(Batch(batch.starts, batch.lens, table, shared_prefix=GIVEN))
+
+
 class Once(TorchSDPA):
     """Claims to read shared blocks in its own launch, and writes down what it was told."""
 

@@ -147,6 +147,15 @@ def test_what_is_written_into_a_tensor_counts_for_the_next_step() -> None:
     torch.testing.assert_close(third, 3 * first)
 
 
+@pytest.mark.parametrize("scales", ["number", "tensor", "head"])
+def test_a_scale_is_read_as_it_is_assigned(scales: str) -> None:
+    layer, rows = layer_of(SPEC.replace(scales=scales)), fused(1)
+    first, _ = run(layer, [1], rows)
+    layer.v_scale = 2 * layer.v_scale
+    second, _ = run(layer, [1], rows)
+    torch.testing.assert_close(second, 2 * first)
+
+
 @pytest.mark.parametrize(("scales", "remedy"), [("number", "scales='tensor'"), ("tensor", "write")])
 def test_a_captured_graph_keeps_no_scale_that_was_replaced(
     scales: str, remedy: str, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from polyattn import LayerSpec, select
-from polyattn.errors import SettingsError
+from polyattn.errors import PluginError, SettingsError
 from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.registry import catalogue, names
 from polyattn.registry.discovery import discover, refresh, register, unregister
@@ -32,6 +32,8 @@ def test_a_registry_is_found_again_as_long_as_nothing_new_is_registered() -> Non
     unregister(mine)
     refresh()
     assert discover() is not before
+    with pytest.raises(PluginError, match="plugin=3 has no __name__: pass a module"):
+        register(3)
 
 
 @pytest.mark.parametrize(

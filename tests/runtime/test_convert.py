@@ -199,7 +199,30 @@ def test_what_is_refused_writes_nothing(
     assert bool((target.key.view(torch.uint8) == 7).all())
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_scales_are_as_layers_take_them(back: bool) -> None:
+    """A number, a tensor () of one, or one for each KV head."""
+    form = ("NHD", False, 16)
+    scaled, plain = cache("int8", form, 2), cache("float32", form, 2)
+    scaled.key.random_(-100, 100), scaled.value.random_(-100, 100)
+    plain.key.uniform_(-9, 9), plain.value.uniform_(-9, 9)
+    source, target, name = (
+        (plain, scaled, "target_scales") if back else (scaled, plain, "source_scales")
+    )
+    written = []
+    for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.full((HEADS,), 0.5)):
+        convert_blocks(source, target, [0, 1], [1, 0], **{name: (scale, scale)})
+        written.append((target.key.clone(), target.value.clone()))
+    for key, value in written[1:]:
+        assert torch.equal(key, written[0][0]) and torch.equal(value, written[0][1])
+    for wrong in (0.5, (0.5,), (0.5, torch.ones(2))):
+        with pytest.raises(CacheError, match=name):
+            convert_blocks(source, target, [0], [0], **{name: wrong})
+
+
 def test_caches_of_other_layers_are_refused() -> None:
+    with pytest.raises(CacheError, match=r"target=.* must be a KVCache"):
+        convert_blocks(cache("float32", ("NHD", False, 16), 1), [0], [0], [0])  # type: ignore[arg-type]
     forms = [
         CacheFormat(
             block_size=16, num_kv_heads=heads, head_size=64, v_head_size=size, dtype="float32"

@@ -366,3 +366,8 @@ def test_another_engines_name_of_a_field_is_told_ours(field: str, name: str) -> 
         with pytest.raises(SpecError, match=re.escape(name)) as error:
             build({"num_heads": 8, "head_size": 64, field: 8})
         assert f"no field {field!r}" in str(error.value)
+
+
+def test_what_is_no_mapping_of_fields_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"from_dict takes a mapping of fields, not \[1\]"):
+        LayerSpec.from_dict([1])  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from polyattn.kernel import STORAGE_DTYPES
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
+from polyattn_context_parallel.heads import heads_of_rank
 from ranks_worker import Case, mesh_of, run_cases
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -250,6 +251,15 @@ def refused(rank: int, size: int, asked: dict[str, Any]) -> dict[str, str]:
     shared, table = ContextGroup(LayerGroup(SPEC), context), torch.zeros(1, 1, dtype=torch.int32)
     masked = Batch([0, 1], [5], table, mask=CustomMask.tree([[-1]]))
     found["a step's mask"] = said(lambda: shared.plan(masked))[0]
+    group = LayerGroup(heads_of_rank(SPEC.replace(alibi=True), size))
+    by_heads = ContextGroup(group, context, keys="heads")
+    found["slopes"] = said(lambda: ContextAttention(by_heads, Attention(group)))[0]
+    reader = ContextAttention(shared, Attention(shared.group, own_keys=False))
+    step = shared.plan(Batch.from_lens([1], [1], table, shared.block_size))
+    rows = torch.zeros(1, SPEC.num_heads, SPEC.head_size, dtype=torch.float64)
+    keys = rows[:, : SPEC.num_kv_heads]
+    cache = shared.allocate_cache(1)
+    found["a reader's keys"] = said(lambda: reader(rows, keys, keys, cache, step))[0]
     return found
 
 

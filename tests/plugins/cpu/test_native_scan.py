@@ -124,7 +124,7 @@ def test_each_drafts_state_goes_to_its_slot(isa, layer):
 @pytest.mark.parametrize(
     ("row", "token", "slot", "says"),
     [
-        (0, 3, 99, "state_targets goes up to 99: there are 14 slots"),
+        (0, 3, 99, r"state_targets\[0, 3\]=99: there are 14 slots"),
         (2, 1, -1, r"state_targets\[2, 1\]=-1: each of the sequence's 3 tokens needs a slot"),
     ],
 )
@@ -135,13 +135,16 @@ def test_a_target_out_of_range_changes_nothing(row, token, slot, says):
 
 
 def test_a_slot_out_of_range_changes_nothing():
-    work = drawn("delta rule", "float32", [(1, 3), (1, 4), (1, 0)])
+    """Neither a slot that the step names, nor one that is written there after the plan."""
+    work = drawn("delta rule", "float32", [(3, 3), (1, 4), (1, 0)])
+    _ = work.plan  # whose decodes are a part, from the second sequence on
     work.batch.state_slots[1] = 5
+    refused(work, r"state_slots\[1\]=5: there are", work.group.plan(work.batch))
     refused(work, r"state_slots\[1\]=5 is out of range")
 
 
-def refused(work, says):
+def refused(work, says, plan=None):
     before = work.states.data.clone()
     with pytest.raises(BatchError, match=says):
-        work.run()
+        work.run(plan)
     assert torch.equal(before.nan_to_num(), work.states.data.nan_to_num())

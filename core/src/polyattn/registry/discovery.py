@@ -65,7 +65,13 @@ def register(plugin: Any, name: str | None = None) -> None:
 
     """
     global _generation
-    name = str(getattr(plugin, "__name__", "")) if name is None else name
+    if name is None:
+        name = getattr(plugin, "__name__", None)
+        if name is None:
+            raise PluginError(
+                f"plugin={shown(plugin)} has no __name__: pass a module, what polyattn.kernel.backend "
+                "returns, or name="
+            )
     problem = plugin_name_problem(name)
     if problem:
         raise PluginError(problem)

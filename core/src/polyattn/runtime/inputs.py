@@ -129,6 +129,11 @@ def check_apart(out: Tensor) -> None:
         raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
 
 
+def side_by_side(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps within its rows: kernels stride by tokens and heads alone."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def check_slots(slot_mapping: Any, device: torch.device, seen: bool = False) -> None:
     """Check where `store` is to write to: (tokens,), int64 or int32. Raises `BatchError`."""
     check_tensor("slot_mapping", slot_mapping, device, seen)

@@ -24,6 +24,7 @@ from polyattn.runtime.inputs import (
     compiling,
     own_precision,
     refuse_gradients,
+    side_by_side,
 )
 from polyattn.runtime.program import Frame, LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -45,13 +46,22 @@ NAMES = {
 class Layer(nn.Module, ABC):
     """One layer on the selected backends; `family` is whose. Raises `SpecError` for another's spec.
 
-    `group` and `checks` as `Attention` takes them; raises what `LayerGroup` raises, too.
+    `group`, `checks` and `own_keys` as `Attention` takes them; raises what `LayerGroup` raises, too.
     """
 
     family: ClassVar[str]
 
-    def __init__(self, group: LayerGroup | Selection | LayerSpec, checks: bool | None):
+    def __init__(
+        self,
+        group: LayerGroup | Selection | LayerSpec,
+        checks: bool | None,
+        own_keys: bool = True,
+    ):
         super().__init__()
+        flag("own_keys", own_keys)
+        # A selection has no `kv_source`: a layer that reads another's cache is of its group.
+        reads = isinstance(group, LayerSpec) and group.kv_source is not None
+        self.own_keys = own_keys and not reads
         self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
         self.spec = self.group.spec
         needed = self.spec.kind.family
@@ -102,6 +112,22 @@ class Layer(nn.Module, ABC):
 
         """
         return self.group.plan(batch)
+
+    def refuse_keys(self, key: Tensor | None) -> None:
+        """Refuse to write to another layer's cache.
+
+        Args:
+            key: what the layer is to store, or None.
+
+        Raises:
+            BatchError: there is something to store, and the layer reads another's keys.
+
+        """
+        if key is not None and not self.own_keys:
+            raise BatchError(
+                "this layer reads another's keys (kv_source, or own_keys=False), and what it is to store "
+                "would overwrite them; pass None for both, and a query that isn't fused"
+            )
 
     @abstractmethod
     def output_shape(self, tokens: int) -> tuple[int, ...]:
@@ -237,6 +263,7 @@ class ChoosingLayer(Layer):
             raise BatchError(f"choice was given: {spec} attends to every token; leave it out")
         if (key is None) != (value is None):
             raise BatchError(f"{' and '.join(self.brings)} come together, or both are None")
+        self.refuse_keys(key)
         dtype, shapes = self._dtype, self._shapes(step)
         expected: dict[str, Expected] = {
             "query": (query, shapes[0], dtype),
@@ -256,7 +283,8 @@ class ChoosingLayer(Layer):
         if self.checks:
             self._check_values(step.batch, cache, choice)
         if key is not None and value is not None:
-            key, value = self._stored(key, value)
+            key, value = (side_by_side(each) for each in self._stored(key, value))
+        query = side_by_side(query)
         frame = Frame(query, key, value, cache, self.params, out, lse, choice, fresh)
         with own_precision(self.group.device_type):
             step.run(frame)

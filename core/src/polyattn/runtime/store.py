@@ -16,7 +16,7 @@ from polyattn.registry.capabilities import rotates
 from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.cache.scales import dequantized
-from polyattn.runtime.inputs import check_slots, check_tensors
+from polyattn.runtime.inputs import check_slots, check_tensors, side_by_side
 from polyattn.runtime.program import Frame, LayerParams, Op, StorePlan
 from polyattn.runtime.rotation import NewTokens, Norms, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -212,6 +212,7 @@ def put_rows(
     """Store rows that were checked, as `store_rows`. Raises `CacheError`."""
     if not seen:
         group.check_cache(cache)
+    key, value = side_by_side(key), side_by_side(value)
     group.store.run(group.store.plan(slots.long().contiguous()), key, value, cache, params)
 
 

@@ -312,6 +312,8 @@ class LayerSpec:
             SpecError: a field is unknown or its value isn't valid.
 
         """
+        if not isinstance(values, Mapping):
+            raise SpecError(f"LayerSpec.from_dict takes a mapping of fields, not {shown(values)}")
         parts = {
             name: from_fields(name, part, values[name])
             for name, part in _PARTS.items()

@@ -38,6 +38,15 @@ class ContextAttention(nn.Module):
                 "a layer over several ranks takes queries and keys biased, normed and rotated already; "
                 "build it with rotate=False and without qkv_bias"
             )
+        if (
+            shared.keys == "heads"
+            and getattr(layer, "default_slopes", False)
+            and shared.context.size > 1
+        ):
+            raise SpecError(
+                f"alibi_slopes is missing: the default ones are of {shared.spec.num_heads} heads in all, "
+                "not of a rank's share; with keys='heads' pass alibi_slopes of own_heads(…)"
+            )
         self.shared, self.layer, self.spec = shared, layer, shared.spec
 
     def forward(
@@ -79,6 +88,7 @@ class ContextAttention(nn.Module):
         self.shared.group.check_format(cache.format)
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
+        self.layer.refuse_keys(key)
         layer, params, shared = self.layer, self.layer.params, self.shared
         width, size = layer.spec.v_head_size, layer.spec.head_size
         if isinstance(layer, LatentAttention):

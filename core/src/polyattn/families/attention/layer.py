@@ -56,7 +56,7 @@ class Attention(Layer):
         group: the group, or the selection or the spec to make one.
         sinks: (num_heads,), learned sink logits, if the spec has them. A backend may round them to the
             layer's dtype.
-        alibi_slopes: (num_heads,); default: the paper's.
+        alibi_slopes: (num_heads,); default: the paper's, of a layer that has all of its model's heads.
         k_scale: a quantised cache holds `key / scale`. A number; if the spec's `scales` are tensors
             also a tensor () or, with `"head"`, (num_kv_heads,). Scales may be assigned: `layer.k_scale
             = 0.02`.
@@ -73,6 +73,8 @@ class Attention(Layer):
         inputs: of the spec's variant, by name, those that don't come with each batch: tensors or
             numbers.
         checks: check block tables and slots on the device at each step; None: the setting `checks`.
+        own_keys: False: the layer reads another's cache (`LayerSpec.kv_source`), and refuses a key and
+            a value, which would overwrite it.
 
     Raises:
         SpecError: an argument doesn't fit the spec.
@@ -105,9 +107,11 @@ class Attention(Layer):
         k_norm: Tensor | None = None,
         inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
+        own_keys: bool = True,
     ):
-        super().__init__(group, checks)
+        super().__init__(group, checks, own_keys)
         spec = self.spec
+        self.default_slopes = spec.alibi and alibi_slopes is None
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
         device = self.group.torch_device
@@ -203,7 +207,7 @@ class Attention(Layer):
         if self._needs_lse:
             check_tensor("query", query, step.device)
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-        if cache is not self._known_cache or self.checks or self._from_step:
+        if cache is not self._known_cache or self.checks or self._from_step or not self.own_keys:
             self._check(step, query, key, value, cache, out)
         params = self.params if self._reads else self._params
         try:
@@ -268,6 +272,7 @@ class Attention(Layer):
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
+        self.refuse_keys(key)
         params = self.params
         if params.rotate or params.qkv_bias is not None or params.q_norm is not None:
             raise BatchError(
@@ -302,6 +307,9 @@ class Attention(Layer):
             check_tensor("query", query, step.device)
             self._check_cache(cache)
             self._known_cache = cache
+        if not self.own_keys:
+            check_tensor("query", query, step.device)
+            self.refuse_keys(in_heads(self.spec, query, key, value)[1])  # a fused query's, too
         if self._from_step:
             check_step_inputs(self.spec, self._from_step, step.batch)
         if not self.checks:

@@ -290,7 +290,7 @@ def widths(spec: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int
     )
 
 
-def _norm_weights(spec: LayerSpec, dice: Dice) -> dict[str, Tensor]:
+def _norm_weights(spec: LayerSpec, dice: Dice) -> dict[str, Any]:
     """Return random weights of the spec's norm, in the layer's dtype."""
     if (norm := spec.qk_norm) is None:
         return {}

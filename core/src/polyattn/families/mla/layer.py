@@ -37,6 +37,7 @@ class LatentAttention(ChoosingLayer):
         rotate: required if the spec has a `rope`. True: this layer rotates the rope parts of queries
             and keys; False: the caller did.
         checks: check block tables and slots on the device at each step; None: the setting `checks`.
+        own_keys: as `Attention` takes it.
 
     Raises:
         SpecError: an argument doesn't fit the spec.
@@ -65,8 +66,9 @@ class LatentAttention(ChoosingLayer):
         k_scale: float = 1.0,
         rotate: bool | None = None,
         checks: bool | None = None,
+        own_keys: bool = True,
     ):
-        super().__init__(group, checks)
+        super().__init__(group, checks, own_keys)
         spec = self.spec
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
         self._params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
@@ -167,6 +169,7 @@ class LatentAttention(ChoosingLayer):
             CacheError: the cache doesn't fit the layer; nothing has changed.
 
         """
+        self.refuse_keys(latent)
         if self._params.rotate:
             raise BatchError(
                 "store() writes rope keys as they are, and this layer rotates; pass them to forward, or "

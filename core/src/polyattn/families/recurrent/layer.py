@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
+from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.group import LayerGroup, StepPlan
@@ -141,7 +142,7 @@ class Recurrent(Layer):
 
     def run(
         self,
-        step: StepPlan,
+        step: RecurrentStep,
         inputs: Sequence[Tensor | None],
         cache: StateCache,
         out: Tensor,
@@ -161,7 +162,7 @@ class Recurrent(Layer):
         if cache.data.shape[1:] != wanted.shape or cache.data.dtype is not dtype:
             raise bad_input("states", cache.data, ("slots", *wanted.shape), dtype)
         refuse_gradients(**named)
-        if self.checks and not capturing(out):
+        if step.num_slots > cache.num_slots or (self.checks and not capturing(out)):
             check_state_slots(step.batch, cache.num_slots)
         with own_precision(self.group.device_type):
             frame = RecurrentFrame(named, self.params, cache.data, out, fresh)

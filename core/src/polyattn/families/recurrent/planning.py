@@ -42,6 +42,19 @@ def _padding(batch: Batch) -> Iterable[Op]:
         yield PaddingOutput(upload(tokens, batch.device))
 
 
+class RecurrentStep(StepPlan):
+    """What a step does. `num_slots`: how many slots the states must have; 0 if only a device knows."""
+
+    def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
+        super().__init__(group, batch, ops)
+        self.num_slots = 0
+        # A captured step's plan is refilled with other steps than its batch says.
+        if batch.device.type == "cpu" and not group.spec.graph_capture:
+            named = (batch.state_slots, batch.state_targets)
+            highest = (int(t.max()) for t in named if t is not None and t.numel())
+            self.num_slots = 1 + max(highest, default=-1)
+
+
 class Planner(StepPlanner):
     """Plans for Mamba, linear attention, delta rules and short convolutions."""
 
@@ -82,7 +95,7 @@ class Planner(StepPlanner):
                 raise BatchError(
                     "the captured step has other phases; capture a graph for each kind"
                 )
-        return StepPlan(self.group, batch, (*ops, *_padding(batch)))
+        return RecurrentStep(self.group, batch, (*ops, *_padding(batch)))
 
     def _by_phase(self, batch: Batch, before: Mapping[str, Any]) -> tuple[Call, ...]:
         phases = by_phase(batch)

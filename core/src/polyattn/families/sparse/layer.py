@@ -31,6 +31,7 @@ class SparseAttention(ChoosingLayer):
         v_scale: as `Attention` takes it.
         rotate: as `Attention` takes it.
         checks: as `Attention` takes it; the ids are checked too, which waits for the device.
+        own_keys: as `Attention` takes it.
 
     Raises:
         SpecError: the spec isn't of this kind, or an argument doesn't fit it.
@@ -63,8 +64,9 @@ class SparseAttention(ChoosingLayer):
         v_scale: float = 1.0,
         rotate: bool | None = None,
         checks: bool | None = None,
+        own_keys: bool = True,
     ):
-        super().__init__(group, checks)
+        super().__init__(group, checks, own_keys)
         spec = self.spec
         self.sinks = Weight.per_head(
             "sinks", sinks, spec, spec.learned_sinks, self.group.torch_device
@@ -126,6 +128,7 @@ class SparseAttention(ChoosingLayer):
             and cache is self._known_cache
             and not (self.checks or self._params.rotate)
             and self.sinks is None
+            and (key is None or self.own_keys)
         ):
             again = plan.again(self._params, query, key, value, cache, choice, out)
             if again is not None:
@@ -178,6 +181,7 @@ class SparseAttention(ChoosingLayer):
 
         """
         assert self.spec.sparse is not None
+        self.refuse_keys(key)
         if self._params.rotate and self.spec.sparse.tokens_per_entry == 1:
             raise BatchError(
                 "store() writes keys as they are, and this layer rotates; pass them to forward, or build "

@@ -310,6 +310,7 @@ class SparseStep(StepPlan):
                     each.__class__ is not Tensor
                     or (each.shape, each.dtype, each.device) != (shape, query.dtype, query.device)
                     or each.requires_grad
+                    or each.stride()[2] != 1
                 ):
                     return None
             self.before.run(Frame(query, key, value, cache, params, out, None))

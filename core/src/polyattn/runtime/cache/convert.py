@@ -50,6 +50,7 @@ def convert_blocks(
         >>> convert_blocks(theirs, ours, [0, 1], [7, 3])
 
     """
+    _check_caches(source, target)
     one, other = source.format, target.format
     for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
         if getattr(one, name) != getattr(other, name):
@@ -73,6 +74,8 @@ def convert_blocks(
             f"source_blocks hold {tokens} tokens, {len(from_ids)} blocks of {source.block_size}; "
             f"target_blocks hold {len(to_ids) * target.block_size}, {len(to_ids)} of {target.block_size}"
         )
+    source_scales = _scales("source_scales", source_scales, one.num_kv_heads)
+    target_scales = _scales("target_scales", target_scales, one.num_kv_heads)
     formats = (one.rows or (None, None), other.rows or (None, None))
     parts = [(source.key, target.key), (source.value, target.value)]
     for part, (old, new) in enumerate(parts[: 1 if one.value_in_key else 2]):
@@ -91,6 +94,15 @@ def convert_blocks(
             raw(new)[at] = raw(rows).view(len(at), target.block_size, *rows.shape[1:])
 
 
+def _check_caches(source: KVCache, target: KVCache) -> None:
+    for name, cache in (("source", source), ("target", target)):
+        if not isinstance(cache, KVCache):
+            raise CacheError(
+                f"{name}={shown(cache)} must be a KVCache: convert_blocks(source, target, source_blocks, "
+                "target_blocks)"
+            )
+
+
 def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
     """Return ids of blocks as int64 (n,) on the cache's device."""
     ids = torch.as_tensor(blocks, device=cache.key.device)
@@ -107,6 +119,20 @@ def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
             f"{name}={shown(ids.tolist())} must be ids from 0 to {cache.num_blocks - 1} of {cache}"
         )
     return ids
+
+
+def _scales(name: str, scales: tuple[Scale, Scale], heads: int) -> tuple[Scale, Scale]:
+    """Return (k_scale, v_scale), a tensor's numbers side by side. Raises `CacheError`."""
+    if not isinstance(scales, Sequence) or len(scales) != 2:
+        raise CacheError(f"{name}={shown(scales)} must be (k_scale, v_scale)")
+    for scale in scales:
+        if isinstance(scale, Tensor) and scale.shape not in ((), (1,), (heads,)):
+            raise CacheError(
+                f"{name} has a tensor of shape {tuple(scale.shape)}; a scale is a number, or a tensor () "
+                f"or ({heads},), one a KV head"
+            )
+    key, value = (s.reshape(-1) if isinstance(s, Tensor) else s for s in scales)
+    return key, value
 
 
 def _equal(one: Scale, other: Scale) -> bool:

@@ -89,8 +89,8 @@ class LayerScales:
         self.tensors[name] = ScaleTensor(name, value, heads, self._device)
 
     def get(self, name: str) -> Scale:
-        """Return a scale as kernels take it."""
-        return self.numbers[name] if self.numbers else self.tensors[name].current()
+        """Return a scale as `set` takes it: the number, or the tensor that kernels read."""
+        return self.numbers[name] if self.numbers else self.tensors[name].weight.tensor
 
 
 def used_scales(spec: LayerSpec) -> frozenset[str]:

@@ -17,7 +17,7 @@ from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
-    check_own_tokens,
+    check_told,
     may_share,
     restricted,
     shared_prefixes,
@@ -497,11 +497,13 @@ class Batch:
             block_size: of the cache, in tokens.
 
         Raises:
-            BatchError: `shared_prefix` leaves a row's new token no block of its own.
+            BatchError: `shared_prefix` leaves a row's new token no block of its own, or a table on the
+                CPU has other blocks there.
 
         """
         if self.shared_prefix is not None:
-            check_own_tokens(self.shared_prefix, self.lens, self.host_contexts, block_size)
+            table = self.host_block_table if self.device.type == "cpu" else None
+            check_told(self.shared_prefix, self.lens, self.host_contexts, block_size, table)
             return self.shared_prefix
         table = self.host_block_table
         # Bounds of lengths reach into entries of the table that say nothing.

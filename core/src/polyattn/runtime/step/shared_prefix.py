@@ -159,17 +159,27 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
     """Check that rows have the same blocks in their runs. Raises `BatchError`."""
     for run in (run for level in levels for run in level):
         blocks = table[list(run.rows), run.first : run.first + run.count]
-        differs = np.argwhere(blocks != blocks[0])
-        if len(differs):
-            row, column = run.rows[differs[0][0]], run.first + int(differs[0][1])
+        differs = blocks != blocks[0]
+        if differs.any():
+            at = np.argwhere(differs)[0]
+            row, column = run.rows[at[0]], run.first + int(at[1])
             raise BatchError(
                 f"shared_prefix has rows {run.rows[0]} and {row} share block {column}, where block_table "
                 f"has {table[run.rows[0], column]} and {table[row, column]}"
             )
 
 
-def check_own_tokens(levels: Levels, lens: Sequence[int], contexts: Rows, block_size: int) -> None:
-    """Check that each row has its new tokens behind the blocks that it shares. Raises `BatchError`."""
+def check_told(
+    levels: Levels,
+    lens: Sequence[int],
+    contexts: Rows,
+    block_size: int,
+    table: NDArray[np.int32] | None = None,
+) -> None:
+    """Check that each row has its new tokens behind the blocks that it shares, and that a table agrees.
+
+    `table`: None where only the device has it. Raises `BatchError`.
+    """
     for level in levels:
         for run in level:
             end = (run.first + run.count) * block_size
@@ -179,6 +189,8 @@ def check_own_tokens(levels: Levels, lens: Sequence[int], contexts: Rows, block_
                         f"shared_prefix has {end} tokens of row {row}, whose length is {lens[row]}; a "
                         "row's new tokens are its own: end the run before them"
                     )
+    if table is not None:
+        check_shared_blocks(levels, table)
 
 
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:

@@ -88,6 +88,8 @@ class Runner:
         self.indexer: Indexer | None = None
         self.index_keys: list[Tensor] = []
         self.num_caches = layers.num_caches(self.count)
+        self.sources = layers.kv_source[: self.count]
+        self.own = [i == source for i, source in zip(layers.layers, self.sources, strict=False)]
         self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
@@ -116,6 +118,13 @@ class Runner:
     def paged(self) -> list[Tensor]:
         """Return all caches: keys (num_blocks, block_size, ...), states (num_slots, ...)."""
         raise NotImplementedError
+
+    def allocate(self, num_blocks: int) -> list[KVCache]:
+        """Return each layer's cache, which layers that read another's share with it."""
+        caches = {
+            each: self.group.allocate_cache(num_blocks) for each in dict.fromkeys(self.sources)
+        }
+        return [caches[source] for source in self.sources]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, or states, within every layer's cache: int64 (copies,) each."""
@@ -186,15 +195,13 @@ class AttentionRunner(Runner):
                 v_scale=self.scale,
                 rotate=None if spec.rope is None else not spec.rope.learned,
                 checks=True,
+                own_keys=own,
             )
-            for _ in range(self.count)
+            for own in self.own
         ]
-        sources = layers.kv_source[: self.count]
-        self.own = [i == source for i, source in zip(layers.layers, sources, strict=False)]
         self.caches: list[KVCache | None] = [None] * self.count
         if spec.cached:
-            caches = {source: self.group.allocate_cache(num_blocks) for source in set(sources)}
-            self.caches = [caches[source] for source in sources]
+            self.caches = [*self.allocate(num_blocks)]
 
     def paged(self) -> list[Tensor]:
         pairs = zip(self.caches, self.own, strict=True)
@@ -225,10 +232,10 @@ class LatentRunner(Runner):
         super().__init__(layers, options)
         weights = latent_weights(self.spec, self.generator)
         self.layers = [
-            LatentAttention(self.group, *weights, k_scale=self.scale, checks=True)
-            for _ in range(self.count)
+            LatentAttention(self.group, *weights, k_scale=self.scale, checks=True, own_keys=own)
+            for own in self.own
         ]
-        self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+        self.caches = self.allocate(num_blocks)
         latent = self.spec.latent
         assert latent is not None
         self.latent = latent
@@ -249,16 +256,18 @@ class LatentRunner(Runner):
         seconds, plan = self.plan(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query, latent, rope = self.inputs(batch.num_tokens)
+            new = (latent, rope) if self.own[index] else (None, None)
             started = self.clock()
             choice = self.chosen(index, batch)
-            got = layer(query, latent, rope, cache, plan, choice=choice)
+            got = layer(query, *new, cache, plan, choice=choice)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
             checker.check_latent(layer, query, cache, batch, choice, out)
         return seconds
 
     def paged(self) -> list[Tensor]:
-        return [*(cache.key for cache in self.caches), *self.index_keys]
+        caches = (cache for cache, own in zip(self.caches, self.own, strict=True) if own)
+        return [*(cache.key for cache in caches), *self.index_keys]
 
 
 class SparseRunner(Runner):

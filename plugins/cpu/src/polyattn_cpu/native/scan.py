@@ -109,8 +109,9 @@ class NativeScan(RecurrentBackend):
         )  # fmt: skip
         failed = kernels().pa_scan_step(self.by.encode(), packed, torch.get_num_threads())
         if failed > 0:
+            at = failed - 1
             raise BatchError(
-                f"state_slots[{failed - 1}]={int(plan.slots[failed - 1])} is out of range: there are "
+                f"state_slots[{plan.batch.seq_ids[at]}]={int(plan.slots[at])} is out of range: there are "
                 f"{states.shape[0]} slots, and -1 is a padding row"
             )
         if failed:
