@@ -191,9 +191,8 @@ def _apart(step: Step, processors: int) -> Counts:
     block = WIDE if packed else PAGED_BLOCK
     blocks = step.tiles(1, high, block)[2]
     ends, area = ended(blocks + LIGHT_BEGIN, processors, heads), processors * high * block
-    read = total(blocks) * heads * block // processors
-    area = PACKED_KEYS * area if packed else area
-    return ends.counts(area, heads, 0, step.tokens, read)
+    read, price = total(blocks) * heads * block // processors, PACKED_KEYS if packed else 1
+    return ends.counts(price * area, heads, 0, step.tokens, read)
 
 
 def _packed(step: Step, processors: int) -> Counts:
