@@ -37,11 +37,11 @@ def busiest(pieces: list[int], processors: int, begin: int = BEGIN) -> int:
     return max(loads)
 
 
-def tiles_of(group: int, rows: tuple[int, int]) -> list[int]:
-    """Blocks of 128 keys that each tile of 128 (token, head) sees; the last token sees all keys."""
+def tiles_of(group: int, rows: tuple[int, int], block: int = 128) -> list[int]:
+    """Blocks of keys that each tile of 128 (token, head) sees; the last token sees all keys."""
     tokens, keys = rows
     lasts = [min(end, tokens * group) - 1 for end in range(128, tokens * group + 128, 128)]
-    return [math.ceil((keys - tokens + last // group + 1) / 128) for last in lasts]
+    return [math.ceil((keys - tokens + last // group + 1) / block) for last in lasts]
 
 
 def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[list[int], int, bool]:
@@ -58,15 +58,26 @@ def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[lis
     ]
     share = math.ceil(sum(len(row) * row[-1] for row in seen) * heads * 11 / 10 / PROCESSORS)
     split = max(map(len, seen)) * heads < 0.8 * PROCESSORS and max(row[-1] for row in seen) > 4
+    most = max(math.ceil(row[-1] / share) for row in seen) if split else 1
     pieces = []
     for row, (_, n) in zip(seen, rows, strict=True):
         row_parts = math.ceil(math.ceil(n / size) / share) if split else 1
-        for blocks in row[::-1] * heads:
+        turns = row[::-1] * heads
+        if most == 1 and not latents:
+            some = heads_at_once(spec, max(row[-1] for row in seen))
+            turns = [blocks for blocks in row[::-1] for _ in range(some)] * (heads // some)
+        for blocks in turns:
             parts = min(row_parts, blocks)
-            each = math.ceil(blocks / parts)
-            pieces += [*[each] * (parts - 1), blocks - (parts - 1) * each]
-    most = max(math.ceil(row[-1] / share) for row in seen) if split else 1
+            each, more = math.ceil(blocks / parts), int(parts > 1 and not latents)
+            pieces += [*[each + more] * (parts - 1), blocks - (parts - 1) * each + more]
     return pieces, most, split
+
+
+def heads_at_once(spec: LayerSpec, blocks: int) -> int:
+    """Heads whose tiles take turns, as `get_nheads_in_l2` has them, of rows of so many blocks."""
+    divisor = next((d for d in (1, 2, 4, 8) if spec.gqa_ratio <= d), 16)
+    room = (32 << 20) // divisor // (128 * 2 * spec.head_size * 2)
+    return min(next((n for n in (16, 8, 4, 2) if blocks * n <= room), 1), spec.num_kv_heads)
 
 
 def flashinfer_latents(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[list[int], int, int]:
@@ -131,18 +142,45 @@ def test_pages_are_flashinfers(heads: int) -> None:
     assert 0 < cut < 150
 
 
+def flashmla(blocks: list[int], programs: int) -> tuple[list[list[int]], list[int]]:
+    """Blocks of each program's pieces, and each row's parts, as `get_mla_metadata_kernel` makes them."""
+    share = math.ceil(sum(n + 5 for n in blocks) / programs) + 5
+    left, parts, row, made = list(blocks), [1] * len(blocks), 0, []
+    for _ in range(programs):
+        room, mine = share, []
+        while row < len(left) and room >= left[row] + 5:
+            mine.append(left[row])
+            room, row = room - left[row] - 5, row + 1
+        if row < len(left) and room > 5:
+            mine.append(room - 5)
+            left[row], parts[row] = left[row] - room + 5, parts[row] + 1
+        made.append(mine)
+    assert row == len(left)
+    return made, parts
+
+
 def test_padded_shares_are_flashmlas() -> None:
-    """As `get_mla_metadata` has them: a row costs five blocks beside its own, and so does a share."""
+    """A program takes rows in turn up to its share; a piece is known to cost eight blocks, not five."""
     for heads, queries in ((16, (1, 1)), (128, (1, 1)), (64, (1, 4))):
         for rows in steps(9, 130, queries):
-            blocks = [math.ceil(n / 64) for _, n in rows]
             tiles = max(math.ceil(q * heads / 64) for q, _ in rows)
-            share = math.ceil((sum(blocks) + 5 * len(rows)) / (PROCESSORS // tiles)) + 5
+            made, parts = flashmla([math.ceil(n / 64) for _, n in rows], PROCESSORS // tiles)
             span, merged = dealt("padded", mla(heads), rows)
-            assert span == pytest.approx(share, abs=0.1)
-            assert merged == (math.ceil(max(blocks) / share) if max(blocks) > share else 0)
+            assert span == pytest.approx(max(sum(n + 8 for n in mine) for mine in made), abs=0.1)
+            cuts = sum(parts) - len(parts)
+            assert merged == (max(parts) + cuts // 4 if cuts else 0)
     ragged, all_long = [(1, 3000), (5, 3000)] * 30, [(5, 3000)] * 60
     assert dealt("padded", mla(16), ragged) == dealt("padded", mla(16), all_long)
+
+
+def test_flashinfers_programs_merge_four_rows_at_a_time() -> None:
+    """One row's parts wait for one another; of many rows each has few. As `merge_packed_offset_*` say."""
+    for heads, keys, waits in ((20, [30_000], 118), (20, [3000] * 10, 12), (128, [3000] * 10, 18)):
+        span, merged = dealt("pages", mla(heads), [(1, n) for n in keys])
+        limit = 64 * (round(span) - 2)
+        programs = max(keys[0] * (1 if heads <= 64 else 2) // limit, 1)
+        rows = math.ceil(min(heads, 128) / programs)
+        assert merged == math.ceil(rows / 4) * math.ceil(keys[0] / limit) == waits
 
 
 def test_many_pieces_are_not_dealt_one_by_one() -> None:
@@ -158,8 +196,8 @@ def test_many_pieces_are_not_dealt_one_by_one() -> None:
         pieces, _, _ = flash_attention_3(DENSE, rows)
         assert dealt("cut", DENSE, rows)[0] == pytest.approx(busiest(pieces, PROCESSORS), rel=0.02)
         longest = sorted(rows, key=lambda row: row[1])[::-1]
-        pieces = [b for row in longest for b in tiles_of(1, row)[::-1]] * 28
-        expected = busiest(pieces, PROCESSORS, LIGHT_BEGIN)
+        pieces = [b for row in longest for b in tiles_of(1, row, 96)[::-1]] * 28
+        expected = busiest(pieces, PROCESSORS, LIGHT_BEGIN) * 96 / 128
         assert dealt("heads", DENSE, rows)[0] == pytest.approx(expected, rel=0.02)
 
 
@@ -181,12 +219,18 @@ def test_heads_have_tiles_of_their_own() -> None:
     for rows in (alike, ragged):
         span, _ = dealt("heads", DENSE, rows)
         longest = sorted(rows, key=lambda row: -row[1])
-        pieces = [b for row in longest for b in tiles_of(1, row)[::-1]] * 28
-        assert span == pytest.approx(busiest(pieces, PROCESSORS, LIGHT_BEGIN), abs=0.1)
+        pieces = [b for row in longest for b in tiles_of(1, row, 96)[::-1]] * 28
+        expected = busiest(pieces, PROCESSORS, LIGHT_BEGIN) * 96 / 128
+        assert span == pytest.approx(expected, abs=0.1)
+    alone, _ = dealt("heads", DENSE, [(900, 900)])  # whose keys lie packed
+    pieces = tiles_of(1, (900, 900))[::-1] * 28
+    assert alone == pytest.approx(0.83 * busiest(pieces, PROCESSORS, LIGHT_BEGIN), abs=0.1)
     assert dealt("cut", DENSE, alike)[0] < dealt("heads", DENSE, alike)[0]
 
 
-@pytest.mark.parametrize(("tokens", "height", "weight"), [(2, 16, 0.6), (4, 64, 1), (12, 128, 1.6)])
+@pytest.mark.parametrize(
+    ("tokens", "height", "weight"), [(2, 16, 0.65), (4, 64, 1), (12, 128, 1.75)]
+)
 def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
     """FlashInfer's `PrefillSplitQOKVIndptr`: the shortest pieces of which two fit on a processor."""
     for keys in ((3000, 200, 900), (130, 50, 90), (60_000, 5000, 11)):
@@ -202,7 +246,8 @@ def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
         assert merged == (parts if parts > 1 else 0)
         pieces = sum(tiles * math.ceil(p / limit) for p in pages) * 4
         alone = 1 if pieces <= PROCESSORS else 2
-        expected = (min(limit, max(pages)) * 16 + 128) * alone * weight * 64 / 128**2
+        blocks = math.ceil(min(limit, max(pages)) / 8)  # of 128 keys, and 64 beside
+        expected = (blocks * 128 + 64) * alone * weight * 64 / 128**2
         assert span == pytest.approx(expected, rel=1e-3)
 
 
@@ -218,7 +263,7 @@ def test_tiles_are_as_high_as_a_head_size_has_them(size: int, high: int, block: 
     expected = busiest(pieces, PROCESSORS)
     assert counts.pairs * 16 / PROCESSORS / high / block == pytest.approx(expected, rel=0.06)
     few = deal(spec, q[:3] // 50, n[:3], NO_END)("cut", PROCESSORS)
-    rows = 64 if size == 64 else 128
+    rows, block = (64, 192) if size == 64 else (128, block)
     assert few.pairs * 16 / PROCESSORS / rows / block == pytest.approx(
         math.ceil(200 / block) + BEGIN, abs=0.1
     )
@@ -235,11 +280,12 @@ def test_a_low_tiles_block_costs_by_its_rows_if_heads_are_wide(tokens: int, high
         assert length == pytest.approx(round(length), abs=1e-3)
 
 
-def test_a_kernel_has_one_models_coefficients_in_all_kinds_of_steps() -> None:
+@pytest.mark.parametrize("way", ["whole", "cut"])
+def test_a_kernel_has_one_models_coefficients_in_all_kinds_of_steps(way: str) -> None:
     """Low tiles of chunks are timed as short rows are, tall tiles of short rows as chunks are."""
     weights: Any = (9.0, 0.1, 1e-7, 1e-5, 3e-9, 1e-7)
     short, chunked = (
-        TimingModel("A", kind, tuple(by * w for w in weights), deal="whole", processors=PROCESSORS)
+        TimingModel("A", kind, tuple(by * w for w in weights), deal=way, processors=PROCESSORS)
         for kind, by in (("short", 1), ("chunked", 3))
     )
     both, alone = Predictor(DENSE, [short, chunked]), Predictor(DENSE, [chunked])

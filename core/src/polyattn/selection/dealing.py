@@ -6,7 +6,8 @@ short chunks, that decides. Each library cuts in its own way:
 
 - `even`: as TRITON_MLA does, in shares of one length, cut where a share ends.
 - `padded`: as FlashMLA does, the same, as if every row had as many query tokens as the longest.
-- `cut`: as FlashAttention-3 does, in pieces of a little more than the mean.
+- `cut`: as FlashAttention-3 does, in pieces of a little more than the mean; short queries by another
+  kernel, with low tiles.
 - `pages`: as FlashInfer does latents, in pieces of a multiple of 256 keys.
 - `heads`: as FlashInfer does heads: each query head's tokens in tiles of their own, uncut; of short
   rows a group's together, in pieces that two programs on each processor hold.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +47,18 @@ from polyattn.spec.layer import LayerSpec
 
 LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
-LIGHT_BEGIN = 1
-"""Blocks that a tile of FlashInfer's costs beside its own."""
+LOW_BLOCK = 192
+"""Keys of a block of FlashAttention-3's of heads of 64 where tiles have `LOW_TILE` rows."""
+LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
+"""Blocks that a tile of FlashInfer's costs beside its own; keys of a block over pages; and the time of as
+many keys that lie packed, of one prompt alone, of theirs."""
 TILES = ((64, 192, 128), (128, 128, 128), (192, 128, 96))
 """Up to which head size FlashAttention-3's tiles have so many rows and keys; beyond, 128 and 80."""
 ONE_GROUP = (64, 128)
-"""But 64 rows where the longest query's fit, of these head sizes."""
+"""But 64 rows where the longest query's fit, of these head sizes. That is a kernel of its own."""
+L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
+"""Bytes of its L2 that FlashAttention-3 reckons with, for a group of one head, and for larger ones by the
+power of two that they fit in, up to 16; of so many heads tiles take turns, if it holds their keys."""
 ITEM, WORTH, MERGE = 1, 3, 6
 """Blocks that a tile of TRITON_ATTN costs beside its own, that a program has at the least, and that it
 costs Hopper's own prefill at the most to merge what was cut."""
@@ -59,10 +67,6 @@ SHORT, FEW_KEYS, LOW = 16, 1536, 16
 a tile of which three programs run on a processor."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
-ALONE = 1.2
-"""What a block of prompts with heads of 64 costs, by the portable prefill, of those of which registers
-leave room for two programs on a processor: groups of up to four heads, eight with sinks, that are powers
-of two, by which no division is needed."""
 L2_BYTES = 50 << 20
 """Of keys and values, beyond which stretches of tiles read each block from memory."""
 PARTIAL, SHORT_PARTIAL = 4, 2
@@ -73,11 +77,13 @@ parts are read at once, the next ones after these."""
 APART = 4
 """Reads and writes of a token that it costs beside, if a group is one head: a tile's rows lie apart.
 So in FlashAttention-3, and in Hopper's prefill with wide heads."""
-PACKED = {16: 0.6, 64: 1.0, 128: 1.6}
+PACKED = {16: 0.65, 64: 1.0, 128: 1.75}
 """FlashInfer's tiles of short rows: the time of each, of one of 64 rows. Two run on a processor."""
-PIECE, PAGE, READ = 128, 16, 8
-"""Keys that its pieces have at the least, and that each costs beside its own; it cuts at pages. To merge
-costs so many reads and writes of a token, whatever its parts."""
+PIECE, PAGE, PACKED_BEGIN = 128, 16, 4
+"""Keys that its pieces have at the least, and that it takes at a time; it cuts at pages, so many of which
+a piece costs beside its own."""
+READ, COPIED = 24, 2
+"""Reads and writes of a token that it costs to merge its parts, and if only another's are merged."""
 
 
 class Step:
@@ -94,6 +100,11 @@ class Step:
         self.spec, self.queries, self.lens = spec, queries[some], lens[some]
         self.seen, self.tokens, self.most = seen, tokens, most
         self._tiles: dict[tuple[int, int, int], tuple[Ints, Ints, Ints]] = {}
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Whether no row has keys but its own."""
+        return np.array_equal(self.queries, self.lens)
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""
@@ -124,12 +135,12 @@ class Step:
 
 
 def _cut(step: Step, processors: int) -> Counts:
-    """Count as FlashAttention-3 does: rows in turn, each head's tiles with most keys first."""
+    """Count as FlashAttention-3 does: rows in turn, of some heads at a time the most keys first."""
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
     sizes = ((high, block) for top, high, block in TILES if spec.head_size <= top)
     high, block = next(sizes, (128, 80))
     if spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
-        high = LOW_TILE
+        high, block = LOW_TILE, LOW_BLOCK if spec.head_size <= LOW_TILE else block
     each, first, blocks = step.tiles(group, high, block)
     tops, most = blocks[first], -(-step.most * group // high)
     longest, parts, tokens = largest(tops), 1, step.tokens + APART * step.tokens // group
@@ -138,13 +149,34 @@ def _cut(step: Step, processors: int) -> Counts:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
         parts, each_parts = -(-longest // limit), (tops + (limit - 1)) // limit
         tokens += PARTIAL * int(step.queries @ each_parts)
-        if parts > 1:
-            times = np.minimum(each_parts.repeat(each), blocks)
-            share = (blocks + times - 1) // times
-            blocks = cut(share, blocks - (times - 1) * share, times)
-            each = np.add.reduceat(times, first)
-    ends, area = ended(blocks + BEGIN, processors, heads, each), processors * high * block
-    return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts)
+    costs, turns = blocks + BEGIN, heads
+    if parts > 1:
+        times = np.minimum(each_parts.repeat(each), blocks)
+        share = (blocks + times - 1) // times
+        begin = BEGIN + (times > 1) * (1 if spec.head_size <= WIDE else 2)  # a part is in float32
+        costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
+        each = np.add.reduceat(times, first)
+    else:
+        at_once = _at_once(spec, longest * block)
+        if at_once == heads:
+            each = np.ones_like(costs)
+        elif at_once > 1:
+            costs, each, turns = costs.repeat(at_once), each * at_once, heads // at_once
+    ends, area, kind = ended(costs, processors, turns, each), processors * high * block, ""
+    if spec.head_size in ONE_GROUP and (step.most <= SHORT or not step.fresh):
+        kind = "short" if high == LOW_TILE else "chunked"
+    return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
+
+
+def _at_once(spec: LayerSpec, keys: int) -> int:
+    """Return of how many heads FlashAttention-3 takes tiles in turn, of rows of so many keys."""
+    group, heads = spec.gqa_ratio, spec.num_kv_heads
+    held = keys * (spec.head_size + spec.v_head_size) * 2
+    room = L2_SHARE // min(16, 1 << (group - 1).bit_length()) // held
+    some = min(heads, next((most for most in AT_ONCE_HEADS if most <= room), 1))
+    while heads % some:
+        some -= 1
+    return some
 
 
 def _apart(step: Step, processors: int) -> Counts:
@@ -155,10 +187,12 @@ def _apart(step: Step, processors: int) -> Counts:
     falling = step.lens.argsort(kind="stable")[::-1]
     queries, lens = step.queries[falling], step.lens[falling]
     step = Step(step.spec, queries, lens, step.seen, step.tokens, step.most)
-    blocks = step.tiles(1, high, WIDE)[2]
-    ends = ended(blocks + LIGHT_BEGIN, processors, heads)
-    read = total(blocks) * heads * WIDE // processors
-    return ends.counts(processors * high * WIDE, heads, 0, step.tokens, read)
+    packed = step.fresh and len(lens) == 1
+    block = WIDE if packed else PAGED_BLOCK
+    blocks = step.tiles(1, high, block)[2]
+    ends, area = ended(blocks + LIGHT_BEGIN, processors, heads), processors * high * block
+    read, price = total(blocks) * heads * block // processors, PACKED_KEYS if packed else 1
+    return ends.counts(price * area, heads, 0, step.tokens, read)
 
 
 def _packed(step: Step, processors: int) -> Counts:
@@ -182,9 +216,10 @@ def _packed(step: Step, processors: int) -> Counts:
     rows = Rows.of(each, pages, limit)
     merged, tokens = int(rows.most > 1), step.tokens
     if merged:
-        tokens += int(step.queries @ rows.parts) + READ * step.tokens
-    on_one = 1 if rows.pieces * heads <= processors else 2
-    ends = rows.ended(PIECE // PAGE, heads, slots)
+        tokens += READ * int(step.queries @ (rows.parts > 1)) + COPIED * step.tokens
+    on_one, block = 1 if rows.pieces * heads <= processors else 2, PIECE // PAGE
+    share, last = ((-(-pages // block) * block) for pages in (rows.share, rows.last))
+    ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     return ends.counts(area, spec.num_heads, merged, tokens, merged * rows.most)
 
@@ -200,7 +235,7 @@ def _whole(step: Step, processors: int) -> Counts:
     if low:
         return _low(step, processors, min(LOW_TILE, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
-    size, fresh = spec.head_size, np.array_equal(step.queries, step.lens)
+    size, fresh = spec.head_size, step.fresh
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
     own = size in HOPPER and plain and (size > HOPPER[0] or not fresh)
     block = WIDE if own and narrow else LOW_TILE
@@ -209,8 +244,6 @@ def _whole(step: Step, processors: int) -> Counts:
     # Of heads of 64 the portable prefill has two programs on a processor, over pages.
     places = processors if own or fresh or size > HOPPER[0] else 2 * processors
     slots, longest, area = max(1, places // heads), int(units[0]), processors * WIDE * block
-    if fresh and not own and size == HOPPER[0] and group not in (1, 2, 4, 8 * spec.learned_sinks):
-        area = int(ALONE * area)
     mean = total(units) / slots
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + min(least, MERGE * own))
@@ -299,10 +332,10 @@ HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart,
 """What counts a step over heads, by the name of the way."""
 
 LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
-LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45}
+LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
-SWITCHES = {"whole": ("short", "chunked")}
+SWITCHES = dict.fromkeys(("whole", "cut"), ("short", "chunked"))
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,13 @@ from polyattn.selection.pieces import (
 
 TILE = 64
 """Rows of a tile, and keys of a block."""
-PADDED_BEGIN = 5
-"""Blocks that a row, or a share, costs FlashMLA beside its own."""
+PADDED_BEGIN, PADDED_COST = 5, 8
+"""Blocks that a row, or a share, has for FlashMLA's schedule beside its own, and that it costs."""
 PAGES = ((8, 32), (16, 64), (32, 128), (64, 192))
 """Up to how many keys on the average FlashInfer's pieces have so many; beyond, multiples of 256."""
+MERGED_ROWS, EVEN_HEADS = 4, 8
+"""Rows that a program of FlashInfer's merges at once, and of FlashAttention-3's: decodes whose heads are
+no multiple cost it twice as much to write and read."""
 FEW_HEADS, LOW, MERGED = 32, 16, 16
 """Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows; parts of a
 tile that it merges in the time of a block."""
@@ -65,14 +69,16 @@ class Latents:
         """Count a way of dealing keys out to so many processors."""
         rows, group, longest, tokens = len(self.lens), self.group, self.longest, self.tokens
         high = TILE
-        if name == "pages" and tokens * group > high * rows:
+        if name == "pages" and tokens * group // rows > high:
             high, processors = 2 * high, processors // 2  # two processors share a tile
         padded = name == "padded" and tokens < longest * rows
-        tiles = self._tiles.get((high, padded)) or self._cut(high, padded)
+        tiles = self._tiles.get((high, padded)) or self._tile(high, padded)
         tokens = longest * rows if padded else tokens
         height = min(high, longest * group)
         if name == "padded":
             ends, merged = _padded(tiles, processors)
+        elif name == "pages":
+            ends, merged = _paged(tiles, processors, high, height)
         elif name == "even":
             few = longest == 1 and group <= FEW_HEADS
             if few:
@@ -80,13 +86,15 @@ class Latents:
             ends, parts, pieces = _stretched(tiles, rows, processors, few)
             merged = parts + pieces * height // high if parts > 1 else 0
         else:
-            ends, parts, pieces = _pieces(name, tiles, processors)
+            ends, parts, pieces = _cut(tiles, processors)
             merged = parts + pieces // 4 if parts > 1 else 0
+            odd = longest == 1 and group <= TILE and group % EVEN_HEADS > 0
+            tokens += pieces * (1 + odd) if parts > 1 else 0
         if name in ("even", "pages"):
             tokens += processors * height // group
         return ends.counts(processors * high * TILE, group, int(merged > 0), tokens, merged)
 
-    def _cut(self, high: int, padded: bool) -> Tiles:
+    def _tile(self, high: int, padded: bool) -> Tiles:
         lens, rows, most = self.lens, len(self.lens), -(-self.longest * self.group // high)
         each = np.full_like(lens, most)
         if not padded and self.longest * rows > self.tokens:
@@ -101,10 +109,29 @@ class Latents:
 
 
 def _padded(tiles: Tiles, processors: int) -> tuple[Ends, int]:
-    """Return when FlashMLA's fullest processor ends; the longest row's parts, 0 of an uncut one."""
-    blocks = total(tiles.blocks) + PADDED_BEGIN * len(tiles.blocks)
-    share = -(-blocks // max(1, processors // tiles.most)) + PADDED_BEGIN
-    return at(share), -(-tiles.longest // share) if tiles.longest > share else 0
+    """Return when FlashMLA's fullest program ends, and what merging costs, 0 where nothing is cut.
+
+    Programs take rows in turn, up to a share each. A row is cut where a block or more of it fits.
+    """
+    ends = (tiles.blocks + PADDED_BEGIN).cumsum()
+    programs, rows = max(1, processors // tiles.most), len(ends)
+    share = -(-int(ends[-1]) // programs) + PADDED_BEGIN
+
+    line, start, row = ends.tolist(), 0, 0
+    fullest, cuts, parts, most = 0, 0, 1, 1
+    while row < rows:
+        upto = bisect_right(line, start + share, row)
+        done, whole = line[upto - 1] if upto > row else start, upto - row
+        fits = share - (done - start) - PADDED_BEGIN
+        cost = done - start + whole * (PADDED_COST - PADDED_BEGIN)
+        parts = 1 if whole else parts
+        start, row = done, upto
+        if upto < rows and fits > 0:
+            start, cost = done + fits, cost + fits + PADDED_COST
+            cuts, parts = cuts + 1, parts + 1
+            most = max(most, parts)
+        fullest = max(fullest, cost)
+    return at(fullest), most + cuts // 4 if cuts else 0
 
 
 def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[Ends, int, int]:
@@ -152,23 +179,32 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[End
     return at(first / weight), (longest - 3 + first) // first + 1, pieces * lanes
 
 
-def _pieces(name: str, tiles: Tiles, processors: int) -> tuple[Ends, int, int]:
-    """Return when the fullest processor ends; the longest row's parts; pieces of cut tiles.
+def _paged(tiles: Tiles, processors: int, high: int, height: int) -> tuple[Ends, int]:
+    """Return when FlashInfer's fullest program ends, and how often one waits for parts to merge.
 
-    Where FlashAttention-3 cuts some tiles, it merges all.
+    `high`: rows of a tile, `height`: those that it has. A cut tile's rows are merged by as many programs
+    as it has pieces, or twice as many where two share it.
     """
-    each, keys, blocks, most, longest, _, every = tiles
-    merging = name == "cut" and most < FULL * processors and longest > UNCUT
-    if name == "pages":
-        mean = max(1, -(-int(each @ keys) // processors))
-        few = (limit for top, limit in PAGES if mean <= top)
-        limit = next(few, -(-mean // 256) * 256)
-        pieces = Rows.of(each, keys, limit, unit=TILE)
-    else:
-        limit = -(-int(every * 11) // (10 * processors)) if merging else longest
-        pieces = Rows.of(each, blocks, limit, even=True)
+    each, keys, *_ = tiles
+    mean = max(1, -(-int(each @ keys) // processors))
+    few = (limit for top, limit in PAGES if mean <= top)
+    limit = next(few, -(-mean // 256) * 256)
+    pieces, merged = Rows.of(each, keys, limit, unit=TILE), 0
+    if pieces.most > 1:
+        programs = np.maximum(keys * (high // TILE) // limit, 1)
+        rounds = -(-height // programs) + (MERGED_ROWS - 1)
+        merged = largest(rounds // MERGED_ROWS * pieces.parts * (pieces.parts > 1))
+    return pieces.ended(BEGIN, 1, processors), merged
+
+
+def _cut(tiles: Tiles, processors: int) -> tuple[Ends, int, int]:
+    """Return when FlashAttention-3's fullest processor ends; the longest row's parts; pieces of tiles.
+
+    Where it cuts some tiles, it merges all.
+    """
+    each, _, blocks, most, longest, _, every = tiles
+    merging = most < FULL * processors and longest > UNCUT
+    limit = -(-every * 11 // (10 * processors)) if merging else longest
+    pieces = Rows.of(each, blocks, limit, even=True)
     ends = pieces.ended(BEGIN, 1, processors)
-    if merging:
-        return ends, max(2, pieces.most), pieces.pieces
-    merged = int(each @ (pieces.parts * (pieces.parts > 1))) if pieces.most > 1 else 0
-    return ends, pieces.most, merged
+    return ends, max(2, pieces.most) if merging else 1, pieces.pieces

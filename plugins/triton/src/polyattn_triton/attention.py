@@ -59,7 +59,9 @@ FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
 
 FULL_REGISTERS = 128
-"""Of a thread, where four programs of decodes at a level are to fit on a multiprocessor of Hopper's."""
+"""Of a thread, where four programs of decodes at a level are to fit on a multiprocessor of Hopper's, or
+two of prompts whose heads have up to `PAIRED` elements."""
+PAIRED, PAIRED_WARPS = 64, 8
 
 _pages = Launcher(chosen_pages_kernel)
 _turn = Launcher(turn_kernel)
@@ -338,7 +340,11 @@ class TritonAttention(AlikeAttention):
             NO_ROWS if packed else self._rows(alignment, False),
         )  # fmt: skip
         capped = self.spec.logit_soft_cap is not None  # such logits are small
-        return _site(prefill_kernel, strides, constants, config, packed, capped)
+        site = _site(prefill_kernel, strides, constants, config, packed, capped)
+        paired = self.spec.head_size <= PAIRED and config.num_warps == PAIRED_WARPS
+        if packed and paired and self.device.arch == "sm_90":
+            site.options["maxnreg"] = FULL_REGISTERS
+        return site
 
     def addressed(self, plan: Plan, strides: PackedStrides) -> Addressed | None:
         """Return the portable prefill's one launch over packed tensors of these strides.
