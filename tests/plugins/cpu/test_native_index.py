@@ -40,6 +40,7 @@ SPECS = {
             (5, 100, "fp8_e4m3"), (8, 129, "auto"),
             (9, 65, "auto"), (15, 128, "fp8_scaled"),
             (17, 31, "auto"), (47, 64, "fp8_e4m3"), (64, 128, "fp8_scaled"),
+            (96, 128, "fp8_scaled"), (128, 64, "auto"),
         )
     },
     "blocks": IndexerSpec(

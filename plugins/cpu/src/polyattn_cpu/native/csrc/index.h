@@ -56,10 +56,11 @@ struct InOrder {  // asks for lines that follow one another
   }
 };
 
-#if defined(__AMX_BF16__)
-template <class Of, class T>
-struct IndexProducts;  // by tile registers
-#endif
+// W words of a query, in its keys' order.
+template <class T, class Engine>
+struct IndexQuery {
+  PA_INLINE vf part(const char *from, int dtype, int d, int size) { return Engine::query_part(from, dtype, d, size); }
+};
 
 template <class T, class Engine>
 struct Index {
@@ -139,7 +140,7 @@ struct Index {
         vf block[W];
         for (int r = 0; r < W; r++) {
           const int lane = v * W + r;
-          block[r] = is_row(lane) ? Engine::query_part(query_of(lane), x.dtype, d, x.head_size) : vf{};
+          block[r] = is_row(lane) ? IndexQuery<T, Engine>::part(query_of(lane), x.dtype, d, x.head_size) : vf{};
         }
         transpose(block);
         for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
@@ -521,10 +522,6 @@ struct Index {
     Item whole = {};
     whole.heads = 1;
     Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
-#if defined(__AMX_BF16__)
-    IndexProducts<Index, T> products(*this);
-    by /= products.FACTOR;
-#endif
     int32_t entry = item.from;
     int count = find(entry, 0);
     while (count > 0) {
@@ -536,15 +533,11 @@ struct Index {
         by_rows([&](auto rows) { dot_all<rows()>(count, next); });
       } else
 #endif
-#if defined(__AMX_BF16__)
-      products.score(count, next);
-#else
       {
         const int steps = (count + Engine::STEP - 1) / Engine::STEP;
         ahead.turn_to(at + count, at + count, next, count * is.k / 8 + steps * Engine::cost(is.k, vectors));
         multiply_all(count, ahead);
       }
-#endif
       rank(count);
       __builtin_memmove(at, at + count, next * sizeof *at);
       if (x.scaled) __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
@@ -573,7 +566,11 @@ struct Index {
       fine = in_runs() ? by_rows([&](auto rows) { return choose_runs<rows(), SIZE>(); }) : choose_tiles(by);
     } else
 #endif
+#if defined(__AMX_BF16__)
+      fine = choose_by_registers(*this, by);
+#else
       fine = choose_tiles(by);
+#endif
     Engine::end();
     if (!fine) {
       __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
