@@ -202,7 +202,7 @@ class Workspace:
     """Where parts of tiles wait to be merged: outputs, LSE, and how many of a tile's have ended.
 
     Kernels of one stream share it. What is outgrown lives on: a captured graph goes on writing to it.
-    `narrow`: the outputs of those whose parts are of 16 bits.
+    `narrow`: outputs of parts over e4m3, at most 448, in float16: half of the bytes to write and merge.
     """
 
     def __init__(self, device: torch.device):

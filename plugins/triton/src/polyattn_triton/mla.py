@@ -253,7 +253,6 @@ class Kernels:
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         starts = plan.batch.query_start_loc if plan.way.few else none
-        # Over e4m3 a part's outputs are at most 448: in float16 half of the bytes are written and merged.
         parts = space.narrow if self.bytes else space.parts
         if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse, parts)):
             parts = space.parts
