@@ -288,13 +288,13 @@ def thinned() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "stored", "block", "heads"), [*thinned()])
 def test_mla(name: str, stored: str, block: int, heads: int) -> None:
-    """Up to 32 heads of one token are columns, 16 or 32; others are rows, of e4m3 in lockstep.
+    """Heads of one token are columns, 16 or 32: over e4m3 all, else up to 32 of them. Others are rows.
 
-    So are those over blocks that hold no whole tile.
+    These are in lockstep over e4m3. So are all over blocks that hold no whole tile.
     """
     queries, lens, sms = LATENTS[name]
     kernel = "latents_kernel" if stored == "auto" else "mla_hopper_kernel"
-    if heads <= 32 and max(queries) == 1 and block % 64 == 0:
+    if max(queries) == 1 and block % 64 == 0 and (heads <= 32 or stored != "auto"):
         kernel = "few_heads_kernel" if stored == "auto" else "latent_bytes_kernel"
     context = name.endswith("context")
     latent(queries, lens, block, heads, sms, None, context, stored=stored, kernel=kernel)
@@ -302,10 +302,11 @@ def test_mla(name: str, stored: str, block: int, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [33, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_mla_over_bytes_in_halves(heads: int) -> None:
-    """Where programs have many tiles of keys, two have half of a tile of 64 rows each."""
+    """Two programs have half of a tile of 64 rows each, with few tiles of keys, too."""
     more = {"stored": "fp8_e4m3", "kernel": "latent_bytes_kernel"}
     latent([1, 1, 1], [900, 0, 130], 64, heads, 1, None, **more)
     latent([1, 1], [900, 180], 64, heads, 2, None, **more)
+    latent([1, 1], [90, 18], 64, heads, 5, None, **more)
 
 
 @pytest.mark.parametrize("heads", [16, pytest.param(32, marks=pytest.mark.slow)])
@@ -446,6 +447,9 @@ def latent(
         backend.run(plan, Frame(query, None, None, cache, LayerParams(), out, lse, choice=choice))
     merges = ["merge_kernel"] * (plan.merging is not None)
     assert [k.fn.__name__ for k, _ in launches] == [kernel, *merges]
+    if merges:  # over e4m3 parts are in float16, but in lockstep
+        places = np.sort(np.concatenate(launches[0][1]["PARTS"].written))
+        assert np.diff(places).min() == (2 if kernel == "latent_bytes_kernel" else 4)
     held = cache.key.double().view(-1, 576)
     wanted, sums = (
         torch.zeros(out.shape, dtype=torch.float64),

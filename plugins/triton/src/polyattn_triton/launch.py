@@ -80,7 +80,8 @@ class Merge(NamedTuple):
 
     A thread holds four columns of sixteen parts: of one row, or four of each of four rows. `wide`:
     tiles are so few that a row's columns are several programs', of four warps. `alike`: rows of a
-    program, whatever parts tiles have, where a row's bits must be its own.
+    program, whatever parts tiles have, where a row's bits must be its own. `narrow`: parts are of 16
+    bits. A thread then has eight columns, of one row: of four rows the code is longer than they take.
     """
 
     programs: int
@@ -88,6 +89,7 @@ class Merge(NamedTuple):
     parts: int
     wide: bool = False
     alike: int = 0
+    narrow: bool = False
 
     @property
     def few(self) -> bool:
@@ -118,7 +120,7 @@ class Merge(NamedTuple):
 
     def rows(self, height: int) -> int:
         """Return how many of a tile's rows a program takes."""
-        return min(height, self.alike or (4 if self.few else 1))
+        return min(height, self.alike or (4 if self.few and not self.narrow else 1))
 
     def grid(self, height: int, heads: int, width: int = 1) -> tuple[int, int, int]:
         """Return the kernel's grid for tiles of so many rows, of heads whose outputs are `width` wide."""
@@ -129,7 +131,8 @@ class Merge(NamedTuple):
 def merge_options(merge: Merge, width: int, early: bool) -> dict[str, Any]:
     """Return `merge_kernel`'s launch options: warps in which a row's columns lie side by side."""
     pdl = {"launch_pdl": True} if early else {}
-    return {"num_warps": 4 if merge.wide else max(1, power(width) // 128)} | pdl
+    columns = 256 if merge.narrow else 128  # of a warp
+    return {"num_warps": 4 if merge.wide else max(1, power(width) // columns)} | pdl
 
 
 def merge_constants(
@@ -199,10 +202,12 @@ class Workspace:
     """Where parts of tiles wait to be merged: outputs, LSE, and how many of a tile's have ended.
 
     Kernels of one stream share it. What is outgrown lives on: a captured graph goes on writing to it.
+    `narrow`: outputs of parts over e4m3, at most 448, in float16: half of the bytes to write and merge.
     """
 
     def __init__(self, device: torch.device):
         self.parts = self.part_lse = torch.empty(0, device=device)
+        self.narrow = self.parts.view(torch.float16)
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
         self._room = (0, 0, 0)
@@ -214,6 +219,7 @@ class Workspace:
             return
         self._room = asked
         self.parts = at_least(self.parts, rows * width, self._outgrown)
+        self.narrow = self.parts.view(torch.float16)
         self.part_lse = at_least(self.part_lse, rows, self._outgrown)
         if self.done.numel() < counters:  # the merging program resets its counter to zero
             self._outgrown.append(self.done)

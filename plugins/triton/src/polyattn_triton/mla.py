@@ -74,9 +74,6 @@ ROLES_RATES = Rates(item=4, least=0)
 """The same of Hopper's kernel with roles, whose pipeline is deeper."""
 FEW_HEADS_RATES = Rates(item=1, least=0)
 """The same for its kernels for few heads, beside which another program runs."""
-HALVED = 6
-"""Tiles of keys a program, for each 64 heads, beyond which two programs have a half each of a tile of
-rows over e4m3."""
 try:
     from polyattn_triton.hopper.choice import DEFAULT_WARPS, box_rows
     from polyattn_triton.hopper.descriptors import described
@@ -149,9 +146,7 @@ class Kernels:
         self.few_heads = whole_tiles and spec.num_heads <= FEW_HEADS
         self.bytes = spec.stored_dtype != spec.dtype
         self.rows_by_roles = roles and not self.bytes
-        # A captured launch serves short steps, too.
-        by_halves = self.bytes and not self.few_heads and not spec.graph_capture
-        self.halves = whole_tiles and by_halves
+        self.halves = whole_tiles and self.bytes and not self.few_heads
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.programs = multiprocessors(self.torch_device) * self._on_one()
@@ -184,8 +179,7 @@ class Kernels:
         few_heads = self.few_heads and not few
         if few_heads:
             programs *= 2
-        least = HALVED * programs * -(-self.spec.num_heads // 64)
-        halves = self.halves and not few and tiles.keys.sum() > least
+        halves = self.halves and not few
         roles = few_heads or halves or self.rows_by_roles
         cuts = roles or self.spec.graph_capture
         order = None if cuts else whole(tiles.keys, programs, RATES)
@@ -212,7 +206,9 @@ class Kernels:
             Way(True, few),
             programs,
             to_device(work, self.torch_device, before, room),
-            Merge(programs, *cut) if self.spec.graph_capture or dealt.parts > 1 else None,
+            Merge(programs, *cut, narrow=roles and self.bytes)
+            if self.spec.graph_capture or dealt.parts > 1
+            else None,
             roles,
         )
 
@@ -257,7 +253,9 @@ class Kernels:
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         starts = plan.batch.query_start_loc if plan.way.few else none
-        if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse)):
+        parts = space.narrow if self.bytes else space.parts
+        if not (plan.roles and self._by_roles(plan, query, cache, v_scale, out, lse, parts)):
+            parts = space.parts
             self.kernel(
                 (plan.grid, 1, 1),
                 (
@@ -281,7 +279,7 @@ class Kernels:
         _merge(
             plan.merging.grid(rows, 1, self.rank),
             (
-                space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
+                parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
             ),
             (v_scale,),
@@ -302,6 +300,7 @@ class Kernels:
         v_scale: float,
         out: Tensor,
         lse: Tensor | None,
+        parts: Tensor,
     ) -> bool:
         """Attend by Hopper's kernel with roles; False: nothing was done, it can't take these tensors."""
         spec, table, space = self.spec, plan.batch.block_table, self.workspace
@@ -319,7 +318,7 @@ class Kernels:
         kernel(
             (plan.grid, 1 if self.few_heads or not self.bytes else 2, 1),
             (
-                query, out, out if lse is None else lse, space.parts, space.part_lse, table,
+                query, out, out if lse is None else lse, parts, space.part_lse, table,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
             (spec.scale * v_scale, v_scale),

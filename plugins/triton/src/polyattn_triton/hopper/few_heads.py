@@ -22,10 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
 from polyattn_triton.hopper.latent_bytes import rows_of_tile
-from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
+from polyattn_triton.hopper.latent_copies import clear, keys_of, places, produce, turns
 from polyattn_triton.hopper.latents import HALF, LEFT, LOG2E, RIGHT, ROPE, TURNED, store_half
 from polyattn_triton.hopper.names import async_load, barrier
-from polyattn_triton.hopper.prefill import clear, kept_below
+from polyattn_triton.hopper.prefill import kept_below
 
 OF_HALF = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 OF_TURNED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -39,7 +39,7 @@ def _copy_columns(
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     offs = COLUMN + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    at = places(token0, row, q_t, q_h, HEADS)
+    at = places(token0, row, q_t, q_h, 0)
     async_load(
         to, Q + at[:, None] + offs[None, :], mask=(row < rows)[:, None] & (offs >= 0)[None, :]
     )
@@ -111,8 +111,8 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
-                    clear(k_smem.index(LEFT), seq_len - key, HALF, 64)
-                    clear(k_smem.index(RIGHT), seq_len - key, HALF, 64)
+                    for part in range(2):
+                        clear(k_smem.index(part), seq_len - key)
             m_new = gl.maximum(m, gl.max(s, 0))
             base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
             p = gl.exp2(s * by - (base * by)[None, :])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of
-from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
-from polyattn_triton.hopper.names import barrier
+from polyattn_triton.hopper.latent_copies import clear, keys_of, places, produce, turns
+from polyattn_triton.hopper.names import async_load, barrier
 from polyattn_triton.hopper.packed import LEAST, LN2, LOG2E
 from polyattn_triton.hopper.packed_rows import longer
-from polyattn_triton.hopper.prefill import clear, kept_below
+from polyattn_triton.hopper.prefill import kept_below
 from polyattn_triton.hopper.unpacking import BELOW, BESIDE
 
 UNITS = gl.constexpr(256)
@@ -43,7 +44,11 @@ GROWN, RAISED = gl.constexpr(6), gl.constexpr(9)
 much larger than they are. Together float16 holds them, and small ones."""
 OF_LATENTS = gl.constexpr(gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0]))
 OF_TURNED = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+WIDE_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+NARROW_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 FLAGS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0]))
+OF_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+OF_SHARED_TURNED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 OF_KEYS, OF_VALUES = gl.constexpr(BESIDE), gl.constexpr(BELOW)
 
 
@@ -88,22 +93,27 @@ def _numbers(units, INSTRUCTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _columns(
-    FROM,
-    seq,
-    start,
-    ROWS: gl.constexpr,
-    FIRST: gl.constexpr,
-    COUNT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    HEADS: gl.constexpr,
+def _copy_columns(
+    to, FROM, seq, start, FIRST: gl.constexpr, LAYOUT: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Load some columns of a tile's queries: of the one token that a sequence has."""
+    """Copy some columns of a tile's queries, of the one token that a sequence has, without waiting."""
     Q, q_t, q_h = FROM
+    ROWS: gl.constexpr = to.shape[0]
+    COUNT: gl.constexpr = to.shape[1]
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, COUNT, layout=gl.SliceLayout(0, LAYOUT))
-    at = places(seq, row, q_t, q_h, HEADS)[:, None] + (FIRST + column)[None, :]
-    return gl.load(Q + at, mask=(row < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
+    at = places(seq, row, q_t, q_h, 0)[:, None] + (FIRST + column)[None, :]
+    async_load(to, Q + at, mask=(row < HEADS)[:, None] & (column >= 0)[None, :])
+
+
+@gluon.jit
+def _copy_queries(FROM, RAW, at, stop, seq, start, HEADS: gl.constexpr):
+    """Copy an item's queries as they are, if there is an item, into shared memory, without waiting."""
+    if at < stop:
+        mine = start + 32 * gl.program_id(1)  # a half of the plan's 64 rows
+        _copy_columns(RAW[0], FROM, seq, mine, 0, WIDE_COPY, HEADS)
+        _copy_columns(RAW[1], FROM, seq, mine, 512, NARROW_COPY, HEADS)
+        async_copy.commit_group()
 
 
 @gluon.jit
@@ -117,11 +127,13 @@ def _operands(q, less, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _lay_queries(q, turned, SMEM):
-    """Lay a tile's rows into shared memory as keys' operands meet them, and their powers of two.
+def _lay_queries(RAW, SMEM):
+    """Lay a tile's rows in place as keys' operands meet them, and their powers of two.
 
     These keep queries inside of float16's range. A warp has whole rows.
     """
+    q = RAW[0].load(OF_LATENTS)
+    turned = RAW[1].load(OF_TURNED)
     ROW: gl.constexpr = gl.SliceLayout(1, q.type.layout)
     high = gl.convert_layout(gl.max(gl.abs(turned.to(gl.float32)), 1), ROW, True)
     most = gl.maximum(gl.max(gl.abs(q.to(gl.float32)), 1), high)
@@ -137,14 +149,14 @@ def _lay_queries(q, turned, SMEM):
 
 
 @gluon.jit
-def _store_columns(one, other, TO, token0, start, o_t, o_h, ok, HEADS: gl.constexpr):
+def _store_columns(one, other, TO, token0, start, o_t, o_h, ok):
     """Store 128 columns of a tile's rows: of every second, and of those between."""
     ROWS: gl.constexpr = one.shape[1]
     both = gl.join(one, other).permute((0, 2, 1)).reshape((128, ROWS))
     LAYOUT: gl.constexpr = both.type.layout
     row = start + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     column = gl.arange(0, 128, layout=gl.SliceLayout(1, LAYOUT))
-    to = places(token0, row, o_t, o_h, HEADS)
+    to = places(token0, row, o_t, o_h, 0)
     ok = gl.convert_layout(ok, gl.SliceLayout(0, LAYOUT))
     gl.store(TO + to[None, :] + column[:, None], both.to(TO.dtype.element_ty), mask=ok[None, :])
 
@@ -163,17 +175,15 @@ def _store(acc, m, l, TO, token0, query_len, start, cut, place, FORM: gl.constex
     if cut:
         gl.store(PART_LSE + place + row, lse, mask=ok)
     elif FORM[1]:
-        at = places(token0, start + row, lse_t, 1, HEADS)
+        at = places(token0, start + row, lse_t, 1, 0)
         gl.store(LSE + at, lse * LN2, mask=ok)
-    part = (1.0 / safe)[None, :]
+    by = (gl.where(cut, 1.0, v_scale) / safe)[None, :]
     for c in gl.static_range(4):
-        one, other = acc[2 * c] * part, acc[2 * c + 1] * part
+        one, other = acc[2 * c] * by, acc[2 * c + 1] * by
         if cut:
-            _store_columns(one, other, PARTS + 128 * c, place, 0, 512, 512, ok, 1)
+            _store_columns(one, other, PARTS + 128 * c, place, 0, 512, 512, ok)
         else:
-            _store_columns(
-                one * v_scale, other * v_scale, OUT + 128 * c, token0, start, o_t, o_h, ok, HEADS
-            )
+            _store_columns(one, other, OUT + 128 * c, token0, start, o_t, o_h, ok)
 
 
 @gluon.jit
@@ -192,10 +202,14 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     key_of = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, 1, 1, True)
     n = 0
+    DTYPE: gl.constexpr = FROM[0].dtype.element_ty
+    RAW = (
+        q_smem.index(0)._reinterpret(DTYPE, [ROWS, 512], OF_SHARED),
+        q_turned.index(0)._reinterpret(DTYPE, [ROWS, 64], OF_SHARED_TURNED),
+    )
+    _copy_queries(FROM, RAW, at, stop, seq, start, HEADS)
     while at < stop:
         mine = start + 32 * gl.program_id(1)  # a half of the plan's 64 rows
-        own = _columns(FROM, seq, mine, ROWS, 0, 512, OF_LATENTS, HEADS)
-        turned = _columns(FROM, seq, mine, ROWS, 512, 64, OF_TURNED, HEADS)
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, 0, ROWS
         )
@@ -203,7 +217,9 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         cut, place = part_of(WORK, low, high, 0)
         place = 64 * place + 32 * gl.program_id(1)
         at, low, high, tile, seq, start, head = advance(WORK, tiles, 1, low, high, tile, head, True)
-        _lay_queries(own, turned, SMEM)
+        async_copy.wait_group(0)
+        barrier()
+        _lay_queries(RAW, SMEM)
         fence_async_shared()
         barrier()
         by = SMEM[6].load(HEAD) * TO[7]
@@ -215,8 +231,8 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         for _c in gl.static_range(8):
             acc = longer(acc, gl.zeros([64, ROWS], gl.float32, SCORES))
         for i in range(count):
-            stage = n % STAGES
-            phase = (n // STAGES) & 1
+            stage = n & 1  # of two: as signed divisions these spill registers
+            phase = (n >> 1) & 1
             # No compiler knows that it is zero: descriptors that a loop doesn't change are spilled.
             zero = n >> 30
             mbarrier.wait(full.index(stage), phase)
@@ -243,7 +259,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 s = kept_below(s, (key + key_of)[:, None], limit, "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
-                    clear(k, seq_len - key, UNITS, 64)
+                    clear(k, seq_len - key)
             units = k.slice(0, 64, 1).slice(0, 32).permute((1, 0)).load(A)
             p = s * by[None, :] - base[None, :]
             x = p
@@ -294,6 +310,7 @@ def _attend(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
             barrier()
             mbarrier.arrive(empty.index(stage))
             n += 1
+        _copy_queries(FROM, RAW, at, stop, seq, start, HEADS)
         l = gl.sum(_of_all_warps(gl.sum(sums, 1), warps_smem), 0)
         l = gl.convert_layout(l, HEAD)
         _store(acc, base, l, TO, token0, query_len, mine, cut, place, FORM)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from polyattn_triton.hopper.copies import blocks_of_boxes, copy_tile
 from polyattn_triton.hopper.items import advance, begin, bounds
+from polyattn_triton.hopper.names import barrier
 
 
 @gluon.jit
@@ -26,7 +27,12 @@ def turns(COUNT: gl.constexpr, COPIES: gl.constexpr = 1):
 
 @gluon.jit
 def places(token0, row, t, h, HEADS: gl.constexpr):
-    """Return where (token, head) rows begin, in elements: strides between heads may be any."""
+    """Return where (token, head) rows begin, in elements: strides between heads may be any.
+
+    `HEADS`: 0 where all rows are one token's.
+    """
+    if HEADS == 0:
+        return token0.to(gl.int64) * t + row.to(gl.int64) * h
     return (token0 + row // HEADS).to(gl.int64) * t + (row % HEADS).to(gl.int64) * h
 
 
@@ -48,6 +54,24 @@ def keys_of(
     return bounds(
         lens, starts, work, at, stop, low, high, seq, start, HEADS, HEIGHT, 64, FEW == 1, 0, True
     )
+
+
+@gluon.jit
+def clear(latents, held):
+    """Zero a tile's latents, (64, 256) of 16 bits, from row `held` on: behind the length may be NaN.
+
+    As `prefill.clear`, but two columns at a time: code that runs once is fetched from memory, which is
+    busy, and takes longer than it runs.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    pairs = latents._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32, 2))
+    for first in gl.static_range(0, 64, 16):
+        if first + 16 > held:
+            part = pairs.slice(first, 16)
+            row = first + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+            part.store(gl.where((row < held)[:, None], part.load(LAYOUT), 0))
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from polyattn_triton.hopper.items import advance, begin, part_of, side_by_side
-from polyattn_triton.hopper.latent_copies import keys_of, places, produce, turns
+from polyattn_triton.hopper.latent_copies import clear, keys_of, places, produce, turns
 from polyattn_triton.hopper.mla import store_part, store_whole
 from polyattn_triton.hopper.names import async_load, barrier
-from polyattn_triton.hopper.prefill import clear, kept_below
+from polyattn_triton.hopper.prefill import kept_below
 
 HALF = gl.constexpr(256)
 """Columns of a group's outputs."""
@@ -51,7 +51,18 @@ It takes shared memory, for which two programs of `few_heads_kernel` have no roo
 
 
 @gluon.jit
-def _query(q, FROM, STEP, at, stop, seq, start, COLUMN: gl.constexpr, HEADS: gl.constexpr):
+def _query(
+    q,
+    FROM,
+    STEP,
+    at,
+    stop,
+    seq,
+    start,
+    COLUMN: gl.constexpr,
+    HEADS: gl.constexpr,
+    FEW: gl.constexpr,
+):
     """Copy an item's half of the columns, if there is an item, into shared memory, without waiting."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     if at < stop:
@@ -60,7 +71,7 @@ def _query(q, FROM, STEP, at, stop, seq, start, COLUMN: gl.constexpr, HEADS: gl.
         rows = (gl.load(STEP[1] + seq + 1) - token0) * HEADS
         row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
         offs = COLUMN + gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
-        rows_at = places(token0, row, q_t, q_h, HEADS)
+        rows_at = places(token0, row, q_t, q_h, HEADS if FEW else 0)
         async_load(
             q,
             Q + rows_at[:, None] + offs[None, :],
@@ -70,14 +81,14 @@ def _query(q, FROM, STEP, at, stop, seq, start, COLUMN: gl.constexpr, HEADS: gl.
 
 
 @gluon.jit
-def _turned_query(FROM, token0, query_len, start, HEADS: gl.constexpr):
+def _turned_query(FROM, token0, query_len, start, HEADS: gl.constexpr, FEW: gl.constexpr):
     """The rotated part of 64 rows, as the first operand of a product: shared memory has no room."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
     offs = 2 * HALF + gl.arange(0, ROPE, layout=gl.SliceLayout(0, OPERAND))
-    at = places(token0, row, q_t, q_h, HEADS)
+    at = places(token0, row, q_t, q_h, HEADS if FEW else 0)
     return gl.load(
         Q + at[:, None] + offs[None, :],
         mask=(row < query_len * HEADS)[:, None] & (offs >= 0)[None, :],
@@ -88,8 +99,8 @@ def _turned_query(FROM, token0, query_len, start, HEADS: gl.constexpr):
 @gluon.jit
 def _add_scores(s, q_smem, k_smem, full, n, PART: gl.constexpr):
     """Ask for what one half of a tile's latents adds to its scores, once it is there."""
-    stage = n % 2
-    mbarrier.wait(full.index(3 * stage + PART), (n // 2) & 1)
+    stage = n & 1
+    mbarrier.wait(full.index(3 * stage + PART), (n >> 1) & 1)
     k = k_smem.index(2 * stage + PART).permute((1, 0))
     return warpgroup_mma(q_smem.index(PART), k, s, is_async=True)
 
@@ -169,7 +180,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     at, stop, low, high, tile, seq, start, head = begin(WORK, 0, 1, 1, True, program)
     n = 0
     item = 0
-    _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
+    _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS, FEW)
     while at < stop:
         token0, query_len, seq_len, first, count, _full_low, unmasked, limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, FEW, 64
@@ -178,7 +189,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         cut, place = part_of(WORK, low, high, 0, program)
         my_start = start
         at, low, high, tile, seq, start, head = advance(WORK, 0, 1, low, high, tile, head, True)
-        turned = _turned_query(FROM, token0, query_len, my_start, HEADS)
+        turned = _turned_query(FROM, token0, query_len, my_start, HEADS, FEW)
         bound = gl.full([64], 0, gl.int32, ROW) + limit
         if FEW == 1:
             row_pos = seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // HEADS
@@ -192,9 +203,9 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         l = gl.zeros([64], gl.float32, ROW)
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         for i in range(count):
-            stage = n % 2
+            stage = n & 1
             s = gl.zeros([64, 64], gl.float32, SCORES)
-            mbarrier.wait(full.index(3 * stage + TURNED), (n // 2) & 1)
+            mbarrier.wait(full.index(3 * stage + TURNED), (n >> 1) & 1)
             k = turned_smem.index(stage).permute((1, 0))
             s = warpgroup_mma(turned, k, s, use_acc=False, is_async=True)
             s = _add_scores(s, q_smem, k_smem, full, n, RIGHT)
@@ -208,8 +219,8 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
                 s = kept_below(s, column[None, :], bound[:, None], "0fFF800000")
                 # Beyond the length there may be NaN, which no weight hides.
                 if (key < seq_len) & (key + 64 > seq_len):
-                    clear(k_smem.index(2 * stage), seq_len - key, HALF, 64)
-                    clear(k_smem.index(2 * stage + 1), seq_len - key, HALF, 64)
+                    for half in range(2):
+                        clear(k_smem.index(2 * stage + half), seq_len - key)
             m_new = gl.maximum(m, gl.max(s, 1))
             base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
             p = gl.exp2(s * by - (base * by)[:, None])
@@ -234,7 +245,7 @@ def _score(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         barrier()
         mbarrier.arrive(q_turns.index(1))
         item += 1
-        _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS)
+        _query(q_smem.index(1), FROM, STEP, at, stop, seq, start, HALF, HEADS, FEW)
         store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 1, FORM, SECTORS)
 
 
@@ -250,7 +261,7 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
     at, stop, low, high, tile, seq, start, head = begin(WORK, 0, 1, 1, True, program)
     n = 0
     item = 0
-    _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
+    _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS, FORM[1])
     while at < stop:
         token0, query_len, _seq_len, _first, count, _full_low, _unmasked, _limit = keys_of(
             STEP, at, stop, low, high, seq, start, HEADS, FORM[1], 64
@@ -264,8 +275,8 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         mbarrier.arrive(q_turns.index(0))
         acc = gl.zeros([64, HALF], gl.float32, OUTPUT)
         for _i in range(count):
-            stage = n % 2
-            mbarrier.wait(p_full.index(stage), (n // 2) & 1)
+            stage = n & 1
+            mbarrier.wait(p_full.index(stage), (n >> 1) & 1)
             acc = acc * row_smem.index(stage).load(ROW)[:, None]
             acc = warpgroup_mma(p_smem.index(stage), k_smem.index(2 * stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -276,7 +287,7 @@ def _follow(FROM, TO, STEP, SMEM, BARRIERS, FORM: gl.constexpr):
         m = row_smem.index(2).load(ROW)
         l = row_smem.index(3).load(ROW)
         item += 1
-        _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS)
+        _query(q_smem.index(0), FROM, STEP, at, stop, seq, start, 0, HEADS, FORM[1])
         store_half(acc, m, l, TO, token0, query_len, my_start, cut, place, 0, FORM, SECTORS)
 
 

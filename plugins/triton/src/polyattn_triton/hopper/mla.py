@@ -262,8 +262,8 @@ def store_part(
     offs = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
     at = part * BLOCK_H + row
     gl.store(
-        PARTS + at[:, None] * RANK + offs[None, :],
-        acc / safe[:, None],
+        PARTS + part * (BLOCK_H * RANK) + row[:, None] * RANK + offs[None, :],
+        acc * (1.0 / safe)[:, None],
         mask=row_ok[:, None] & (offs < WIDTH)[None, :],
     )
     if HAS_LSE:
