@@ -324,10 +324,10 @@ class IndexBackend(Backend, ABC):
     alone_from: ClassVar[Invariance] = Invariance.STEPS
     """The level of `batch_invariant` from which each token is planned as a decode of its own."""
     known: Any = None
-    """What `Indexer` knows of the last call, as the layers of a group share the backend."""
+    """What `Indexer` remembers of the last call. The layers of a group share the backend, and so this."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known has addresses: a copy's first call looks for its own.
+        # It holds addresses, which a copy must not share.
         return self.__dict__ | {"known": None}
 
     @property
@@ -348,7 +348,7 @@ class IndexBackend(Backend, ABC):
         return Plan(each_token(batch))
 
     def addressed(self, plan: Plan, frame: IndexFrame) -> AddressedIndex | None:
-        """Return `run` for other tensors like a frame's; None if the backend hasn't it.
+        """Return a function that does `run`'s work for other tensors of a frame's forms, or None.
 
         Args:
             plan: the return value of `plan`; its batch's tensors stay where they are.

@@ -59,7 +59,7 @@ class Layer(nn.Module, ABC):
     ):
         super().__init__()
         flag("own_keys", own_keys)
-        # A selection has no `kv_source`: a layer that reads another's cache is of its group.
+        # A selection doesn't know `kv_source`: layers that share a cache share a group.
         reads = isinstance(group, LayerSpec) and group.kv_source is not None
         self.own_keys = own_keys and not reads
         self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)

@@ -48,17 +48,17 @@ from polyattn.spec.layer import LayerSpec
 LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
 LOW_BLOCK = 192
-"""Keys of a block of FlashAttention-3's of heads of 64 where tiles have `LOW_TILE` rows."""
+"""Keys of a block of FlashAttention-3, for heads of 64 and tiles of `LOW_TILE` rows."""
 LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
-"""Blocks that a tile of FlashInfer's costs beside its own; keys of a block over pages; and the time of as
-many keys that lie packed, of one prompt alone, of theirs."""
+"""FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
+lies packed, as a part of one in a page. A single prompt's keys are packed."""
 TILES = ((64, 192, 128), (128, 128, 128), (192, 128, 96))
 """Up to which head size FlashAttention-3's tiles have so many rows and keys; beyond, 128 and 80."""
 ONE_GROUP = (64, 128)
-"""But 64 rows where the longest query's fit, of these head sizes. That is a kernel of its own."""
+"""Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
-"""Bytes of its L2 that FlashAttention-3 reckons with, for a group of one head, and for larger ones by the
-power of two that they fit in, up to 16; of so many heads tiles take turns, if it holds their keys."""
+"""FlashAttention-3: bytes of the L2 for a group of one head; a larger group has a share of them, by the
+next power of two up to 16. Tiles of the most heads whose keys fit take turns."""
 ITEM, WORTH, MERGE = 1, 3, 6
 """Blocks that a tile of TRITON_ATTN costs beside its own, that a program has at the least, and that it
 costs Hopper's own prefill at the most to merge what was cut."""
@@ -83,7 +83,7 @@ PIECE, PAGE, PACKED_BEGIN = 128, 16, 4
 """Keys that its pieces have at the least, and that it takes at a time; it cuts at pages, so many of which
 a piece costs beside its own."""
 READ, COPIED = 24, 2
-"""Reads and writes of a token that it costs to merge its parts, and if only another's are merged."""
+"""What merging costs FlashInfer, in reads and writes of a token: of a token that is cut; of another."""
 
 
 class Step:
@@ -103,7 +103,7 @@ class Step:
 
     @cached_property
     def fresh(self) -> bool:
-        """Whether no row has keys but its own."""
+        """Whether each row sees only its own keys."""
         return np.array_equal(self.queries, self.lens)
 
     def each(self, group: int, high: int) -> Ints:

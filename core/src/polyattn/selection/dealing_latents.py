@@ -27,12 +27,12 @@ from polyattn.selection.pieces import (
 TILE = 64
 """Rows of a tile, and keys of a block."""
 PADDED_BEGIN, PADDED_COST = 5, 8
-"""Blocks that a row, or a share, has for FlashMLA's schedule beside its own, and that it costs."""
+"""Blocks that FlashMLA's schedule adds to each row and share, and those that a row or share costs."""
 PAGES = ((8, 32), (16, 64), (32, 128), (64, 192))
 """Up to how many keys on the average FlashInfer's pieces have so many; beyond, multiples of 256."""
 MERGED_ROWS, EVEN_HEADS = 4, 8
-"""Rows that a program of FlashInfer's merges at once, and of FlashAttention-3's: decodes whose heads are
-no multiple cost it twice as much to write and read."""
+"""Rows that a program of FlashInfer merges at once; heads of which FlashAttention-3 wants a multiple:
+other decodes write and read their parts twice."""
 FEW_HEADS, LOW, MERGED = 32, 16, 16
 """Heads up to which TRITON_MLA runs two programs on a processor, of tiles of 16 or 32 rows; parts of a
 tile that it merges in the time of a block."""

@@ -59,8 +59,8 @@ FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
 
 FULL_REGISTERS = 128
-"""Of a thread, where four programs of decodes at a level are to fit on a multiprocessor of Hopper's, or
-two of prompts whose heads have up to `PAIRED` elements."""
+"""Registers of a thread, so that a Hopper multiprocessor holds four programs of decodes at a
+level, or two of prompts whose heads have up to `PAIRED` elements."""
 PAIRED, PAIRED_WARPS = 64, 8
 
 _pages = Launcher(chosen_pages_kernel)

@@ -43,12 +43,12 @@ def _padding(batch: Batch) -> Iterable[Op]:
 
 
 class RecurrentStep(StepPlan):
-    """What a step does. `num_slots`: how many slots the states must have; 0 if only a device knows."""
+    """A step's plan. `num_slots`: the slots that the states must have; 0 where only the device knows."""
 
     def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
         super().__init__(group, batch, ops)
         self.num_slots = 0
-        # A captured step's plan is refilled with other steps than its batch says.
+        # A captured step's plan serves other steps than its batch.
         if batch.device.type == "cpu" and not group.spec.graph_capture:
             named = (batch.state_slots, batch.state_targets)
             highest = (int(t.max()) for t in named if t is not None and t.numel())

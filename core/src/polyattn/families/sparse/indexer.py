@@ -176,7 +176,7 @@ class Indexer:
         batch = plan.batch if isinstance(plan, StepPlan) else plan
         alike = within is None and not is_dynamo_compiling()
         known: Known | None = self.backend.known
-        # Of what an earlier call of the step has checked, nothing changes from layer to layer.
+        # The step's first layer has checked all that its layers share.
         if known is not None and alike:
             again = known.again(query, keys, batch, weights)
             if again is not None:
