@@ -189,10 +189,7 @@ struct IndexProducts {
   template <class Beside>
   PA_ALWAYS void multiply(const uint32_t *k, const uint32_t *q, float *to, Beside &beside) const {
     const int64_t image = beside.image_words();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     PA_UNROLLED
     for (int i = 0; i < beside.depth(); i++, k += TILE_WORDS, q += TILE_WORDS) {
       _tile_loadd(4, k, 64);
@@ -221,10 +218,7 @@ struct IndexProducts {
       }
     }
     beside.fold_rest();
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + TILE_WORDS, 64);
-    _tile_stored(2, to + 2 * TILE_WORDS, 64);
-    _tile_stored(3, to + 3 * TILE_WORDS, 64);
+    put_sums(to, TILE_WORDS, 2 * TILE_WORDS);
   }
 
   // The next ones; false where the table points outside the cache.

@@ -235,10 +235,7 @@ PA_NOINLINE void byte_tile_scores(const ByteRows *keys, RowScales scales, int si
                                   float *s, int lds, Asks asks) {
   alignas(64) int32_t sums[4][16][16];
   all_written();
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (int d = 0; d < size; d += 64, queries += TILE_BYTES) {
     _tile_loadd(6, queries, 64);
     _tile_loadd(4, keys[0].at + d, keys[0].step);

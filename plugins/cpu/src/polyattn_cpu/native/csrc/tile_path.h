@@ -182,10 +182,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   PA_NOINLINE Asks scores(const KeyRows *keys, int lane, float *to, Asks asks) {
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int d = 0; d < is.k; d += 32) {
       _tile_loadd(6, from + (int64_t)d / 2 * is.rows, row);
       _tile_loadd(4, keys[0].at + 2 * d, keys[0].stride);
@@ -387,10 +384,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
     for (int i = 0; i < KEY_STEP; i += 4) copy(i, 0);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int d = 0; d < is.k; d += 32, from += 16 * is.rows) {
       const uint16_t *at = keys + d / 64 % 2 * slice + d / 32 % 2 * image;
       const int next = d / 64 * 64 + 64, first = d / 32 % 2 * (KEY_STEP / 2);

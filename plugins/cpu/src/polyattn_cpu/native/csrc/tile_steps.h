@@ -84,10 +84,7 @@ PA_INLINE void tiles(const uint32_t *a, int64_t a_step, const uint32_t *b, int64
     _tile_loadd(2, c + c_step, 64);
     _tile_loadd(3, c + c_step + TILE_WORDS, 64);
   } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
   }
   for (int i = 0; i < depth; i++, a += TILE_WORDS, b += TILE_WORDS) {
     _tile_loadd(4, a, 64);
@@ -103,10 +100,7 @@ PA_INLINE void tiles(const uint32_t *a, int64_t a_step, const uint32_t *b, int64
     _tile_dpbf16ps(3, 5, 7);
     beside();
   }
-  _tile_stored(0, c, 64);
-  _tile_stored(1, c + TILE_WORDS, 64);
-  _tile_stored(2, c + c_step, 64);
-  _tile_stored(3, c + c_step + TILE_WORDS, 64);
+  put_sums(c, TILE_WORDS, c_step);
 }
 
 struct TileSteps {
