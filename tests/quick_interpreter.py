@@ -31,17 +31,17 @@ def _tuples() -> None:
         core._unwrap_if_constexpr, core.tuple.__getattr__, core.tuple.__eq__, core.tuple.__getitem__,
     )  # fmt: skip
 
-    def unwrapped(o: Any) -> Any:
+    def unwrap_once(o: Any) -> Any:
         if type(o) is core.constexpr:
             return o.value
         return o if type(o) in LEAVES else unwrap(o)
 
-    def made(self: Any, args: Any, type: Any = None) -> None:
+    def init(self: Any, args: Any, type: Any = None) -> None:
         self.values = [*args]
         if type is not None:
             self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
-    def found(self: Any, name: str) -> Any:
+    def get(self: Any, name: str) -> Any:
         if name != "type":
             return attribute(self, name)
         self.type = core._type_for_tuple_values(self.values)
@@ -53,25 +53,25 @@ def _tuples() -> None:
             return core.constexpr(self.values == values)
         return equal(self, other)
 
-    core._unwrap_if_constexpr = unwrapped
-    core.tuple.__init__, core.tuple.__getattr__, core.tuple.__eq__ = made, found, same
+    core._unwrap_if_constexpr = unwrap_once
+    core.tuple.__init__, core.tuple.__getattr__, core.tuple.__eq__ = init, get, same
     core.tuple.__getitem__ = lambda self, at: self.values[at] if type(at) is int else item(self, at)
 
 
 def _types() -> None:
-    known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+    blocks: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
     numpy: dict[str, Any] = {}
     block, equal = core.block_type.__init__, core.dtype.__eq__
     numpy_type = interpreter._get_np_dtype
 
-    def made(self: Any, element_ty: Any, shape: Any) -> None:
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
         values = shape.values if isinstance(shape, core.tuple) else shape
         place = id(element_ty), tuple(map(core._unwrap_if_constexpr, values))
-        if place not in known:
+        if place not in blocks:
             block(self, element_ty, shape)
-            # Which keeps `element_ty`, and its id.
-            known[place] = vars(self) | {"_seen": _seen(self), "_others": {}}
-        self.__dict__ = known[place]
+            # This keeps `element_ty`, and so its id.
+            blocks[place] = vars(self) | {"_seen": _seen(self), "_others": {}}
+        self.__dict__ = blocks[place]
 
     def same(self: Any, other: Any) -> bool:
         if self is other:
@@ -96,7 +96,7 @@ def _types() -> None:
             self._others[id(scalar)] = core.block_type(scalar, self.shape)
         return self._others[id(scalar)]
 
-    core.block_type.__init__, core.block_type.__eq__ = made, same
+    core.block_type.__init__, core.block_type.__eq__ = init, same
     core.block_type.with_element_ty = with_element
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     core.tensor.__init__, interpreter._get_np_dtype = tensor, numpy_of
@@ -151,10 +151,10 @@ def _operations() -> None:
         return cast(self, input, dst_ty, fp_downcast_rounding)
 
     def promoted_once(self: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, div: bool) -> Any:
-        asked = a.name, a_scalar, b.name, b_scalar, div
-        if asked not in types:
-            types[asked] = promoted(self, a, a_scalar, b, b_scalar, div)
-        return types[asked]
+        place = a.name, a_scalar, b.name, b_scalar, div
+        if place not in types:
+            types[place] = promoted(self, a, a_scalar, b, b_scalar, div)
+        return types[place]
 
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_once, cast_once
     TritonSemantic.computation_type_impl, TritonSemantic.to_tensor = promoted_once, tensor_once
@@ -164,7 +164,7 @@ def _operations() -> None:
 def _calls() -> None:
     validated = interpreter.TensorHandle.__post_init__
 
-    def handled(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
         size = data.itemsize
         if (
@@ -179,11 +179,11 @@ def _calls() -> None:
         if member.__code__ is core.load.__code__:  # of `builtin`, which looks for `_semantic`
             member = member.__wrapped__
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(obj, name, called)
+        scope.set_attr(obj, name, call)
 
     def splat(self: Any, ret_ty: Any, arg: Any) -> Any:
         number = arg.data[0] if isinstance(arg.dtype, core.block_type) else arg.data
@@ -195,6 +195,6 @@ def _calls() -> None:
         sizes.insert(axis, 1)
         return interpreter.TensorHandle(arg.data.reshape(sizes), arg.dtype.scalar)
 
-    interpreter.TensorHandle.__init__, interpreter._patch_attr = handled, patch
+    interpreter.TensorHandle.__init__, interpreter._patch_attr = init, patch
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.InterpreterBuilder.create_expand_dims = expand
