@@ -323,12 +323,12 @@ class IndexBackend(Backend, ABC):
 
     alone_from: ClassVar[Invariance] = Invariance.STEPS
     """The level of `batch_invariant` from which each token is planned as a decode of its own."""
-    known: Any = None
+    last_call: Any = None
     """What `Indexer` remembers of the last call. The layers of a group share the backend, and so this."""
 
     def __getstate__(self) -> dict[str, Any]:
         # It holds addresses, which a copy must not share.
-        return self.__dict__ | {"known": None}
+        return self.__dict__ | {"last_call": None}
 
     @property
     def multiplies_e4m3(self) -> bool:

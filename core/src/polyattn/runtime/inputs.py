@@ -129,6 +129,11 @@ def check_apart(out: Tensor) -> None:
         raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
 
 
+def form_of(tensor: Tensor | None) -> tuple[Any, ...]:
+    """Return a tensor's shape, strides, dtype and device; () of None."""
+    return () if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 def side_by_side(tensor: Tensor) -> Tensor:
     """Return a tensor without gaps within its rows: kernels stride by tokens and heads alone."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -19,6 +19,7 @@ from polyattn.runtime.inputs import (
     check_tensors,
     own_precision,
     refuse_gradients,
+    side_by_side,
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, check_shape
@@ -184,5 +185,5 @@ class Recurrent(Layer):
             fits = tensor.dtype is dtype or (name in GATES and tensor.dtype is torch.float32)
             if tensor.shape != shape or not fits:
                 raise bad_input(name, tensor, shape, dtype)
-            named[name] = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            named[name] = side_by_side(tensor)
         return named

@@ -50,8 +50,8 @@ class RecurrentStep(StepPlan):
         self.num_slots = 0
         # A captured step's plan serves other steps than its batch.
         if batch.device.type == "cpu" and not group.spec.graph_capture:
-            named = (batch.state_slots, batch.state_targets)
-            highest = (int(t.max()) for t in named if t is not None and t.numel())
+            slots = (batch.state_slots, batch.state_targets)
+            highest = (int(t.max()) for t in slots if t is not None and t.numel())
             self.num_slots = 1 + max(highest, default=-1)
 
 

@@ -25,6 +25,7 @@ from polyattn.runtime.inputs import (
     check_slots,
     check_tensor,
     check_tensors,
+    form_of,
     own_precision,
 )
 from polyattn.runtime.program import IndexFrame
@@ -35,11 +36,11 @@ from polyattn.spec.sparse import IndexerSpec
 
 
 @dataclass(slots=True)
-class Known:
+class LastCall:
     """A call that passed all checks: what another one must have in common with it.
 
-    `step`: the batch, and its tensors. `forms`: shape, stride, dtype and device of the query, the keys
-    and the weights. `out`: a tensor of the output's shape. `run` does the call's work.
+    `step`: the batch, and its tensors. `forms`: `form_of` the query, the keys and the weights. `out`: a
+    tensor of the output's shape. `run` does the call's work.
     """
 
     step: tuple[Any, ...]
@@ -51,10 +52,10 @@ class Known:
         self, query: Tensor, keys: Tensor, batch: Batch, weights: Tensor | None
     ) -> Tensor | None:
         """Run for other tensors, and return the choice; None where something differs."""
-        known, table, starts, lens = self.step
+        step, table, starts, lens = self.step
         # A cold call pays for each object that it touches, so this calls few functions.
         if (
-            batch is not known
+            batch is not step
             or batch.block_table is not table
             or batch.query_start_loc is not starts
             or batch.seq_lens is not lens
@@ -63,7 +64,7 @@ class Known:
             or (query.shape, query.stride(), query.dtype, query.device) != self.forms[0]
             or (keys.shape, keys.stride(), keys.dtype, keys.device) != self.forms[1]
             or (weights is not None and weights.__class__ is not Tensor)
-            or _form(weights) != self.forms[2]
+            or form_of(weights) != self.forms[2]
         ):
             return None
         out = torch.empty_like(self.out)
@@ -175,10 +176,10 @@ class Indexer:
         """
         batch = plan.batch if isinstance(plan, StepPlan) else plan
         alike = within is None and not is_dynamo_compiling()
-        known: Known | None = self.backend.known
+        last: LastCall | None = self.backend.last_call
         # The step's first layer has checked all that its layers share.
-        if known is not None and alike:
-            again = known.again(query, keys, batch, weights)
+        if last is not None and alike:
+            again = last.again(query, keys, batch, weights)
             if again is not None:
                 return again
         self._check(query, keys, batch, weights, within)
@@ -200,9 +201,9 @@ class Indexer:
                 return out
             run(query, keys, weights, out)
         tensors = batch.block_table, batch.query_start_loc, batch.seq_lens
-        forms = _form(query), _form(keys), _form(weights)
+        forms = form_of(query), form_of(keys), form_of(weights)
         like = out.new_empty(1).expand(shape)
-        self.backend.known = Known((batch, *tensors), forms, like, run)
+        self.backend.last_call = LastCall((batch, *tensors), forms, like, run)
         return out
 
     def _check_cache(self, name: str, cache: Tensor) -> None:
@@ -252,12 +253,6 @@ class Indexer:
         fits = within.dim() == 3 and len(within) == tokens and within.shape[1] in (1, spec.choices)
         if not fits or within.dtype is not torch.int32:
             raise bad_input("within", within, (tokens, spec.choices, "blocks"), torch.int32)
-
-
-def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def chosen_width(spec: IndexerSpec, batch: Batch) -> int:

@@ -20,6 +20,7 @@ from polyattn.runtime.backend import (
 )
 from polyattn.runtime.cache.kv_cache import ALLOCATORS, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
+from polyattn.runtime.inputs import form_of
 from polyattn.runtime.merge import with_sinks
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
@@ -41,7 +42,7 @@ TABLE_BYTES = 64 << 20
 class Known:
     """A call that passed all checks: what another one of its step must have in common with it.
 
-    `query`, `choice`: shape, stride, dtype and device of each. `result`: shape, dtype and device of
+    `query`, `choice`: `form_of` each. `result`: shape, dtype and device of
     the output; `alike`: an empty one is made like the query. `pages`: strides of the cache's pages, and
     pages between blocks, runs and heads. `run` does the call's work.
     """
@@ -57,12 +58,9 @@ class Known:
     def of(cls, frame: Frame, pages: tuple[Any, ...], run: AddressedChoice) -> Known:
         query, choice, out = frame.query, frame.choice, frame.out
         assert choice is not None
-        like_query, like_choice = (
-            (each.shape, each.stride(), each.dtype, each.device) for each in (query, choice)
-        )
         result = out.shape, out.dtype, out.device
         alike = query.is_contiguous() and (query.shape, query.dtype) == result[:2]
-        return cls(like_query, like_choice, result, alike, pages, run)
+        return cls(form_of(query), form_of(choice), result, alike, pages, run)
 
 
 class Piece(Op):

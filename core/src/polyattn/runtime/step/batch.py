@@ -17,7 +17,7 @@ from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
-    check_told,
+    check_shared,
     may_share,
     restricted,
     shared_prefixes,
@@ -503,7 +503,7 @@ class Batch:
         """
         if self.shared_prefix is not None:
             table = self.host_block_table if self.device.type == "cpu" else None
-            check_told(self.shared_prefix, self.lens, self.host_contexts, block_size, table)
+            check_shared(self.shared_prefix, self.lens, self.host_contexts, block_size, table)
             return self.shared_prefix
         table = self.host_block_table
         # Bounds of lengths reach into entries of the table that say nothing.

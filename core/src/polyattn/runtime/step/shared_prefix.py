@@ -169,7 +169,7 @@ def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
             )
 
 
-def check_told(
+def check_shared(
     levels: Levels,
     lens: Sequence[int],
     contexts: Rows,
