@@ -37,9 +37,16 @@ UNFILLED = SimpleNamespace(
 
 
 @cache
+def recorded(package: str) -> dict[str, Any]:
+    """Return what `signatures/record.py` wrote of a package."""
+    record: dict[str, Any] = json.loads((RECORDS / f"{package}.json").read_text())
+    return record
+
+
+@cache
 def signature_of(package: str, function: str) -> inspect.Signature:
     """Return a function's signature as it was recorded; what has a default is None there."""
-    record = json.loads((RECORDS / f"{package}.json").read_text())["functions"][function]
+    record = recorded(package)["functions"][function]
     names = record["positional"]
     required = len(names) - record["defaults"]
     return inspect.Signature(
@@ -59,8 +66,12 @@ def signature_of(package: str, function: str) -> inspect.Signature:
 
 
 def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Bind a call as the real function would; unnamed arguments are None."""
-    bound = signature_of(package, function).bind(*args, **kwargs)
+    """Bind a call as the real function would; arguments that the call leaves out are None."""
+    try:
+        bound = signature_of(package, function).bind(*args, **kwargs)
+    except TypeError as error:
+        where = f"{recorded(package)['package']} {recorded(package)['version']}: {function}"
+        raise AssertionError(f"{where}: {error}") from error
     bound.apply_defaults()
     return dict(bound.arguments)
 

@@ -32,7 +32,7 @@ def functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
 
 
 def record(node: ast.FunctionDef) -> dict[str, Any]:
-    """Return the parameters as `tests/test_signatures.py` reads them."""
+    """Return the parameters as `tests/fake_libraries/polyattn_fakes.py` reads them."""
     args = node.args
     names = [a.arg for a in (*args.posonlyargs, *args.args) if a.arg not in ("self", "cls")]
     return {

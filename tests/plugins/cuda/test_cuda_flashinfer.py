@@ -71,6 +71,51 @@ def decodes(*lens: int) -> AttentionWorkload:
     return drawn(SMALL, [(1, n) for n in lens], 8)
 
 
+@pytest.mark.parametrize(
+    ("queries", "kernel"), [([4, 5], "fa2"), ([4, 17], "auto")], ids=["short rows", "a prompt"]
+)
+def test_rows_of_a_few_tokens_have_the_kernel_that_splits_keys(
+    queries: list[int], kernel: str, fakes: None
+) -> None:
+    work = drawn(SMALL, list(zip(queries, [17, 30], strict=True)), 16)
+    wrapper = flashinfer_over(work).plan(work.batch).lease.wrapper
+    assert wrapper.made["backend"] == kernel and wrapper.planned["causal"] is True
+
+
+def test_fp8_is_read_from_pages_by_the_fa2_kernel(fakes: None) -> None:
+    """A prompt's own keys, too: the cache's are the rounded ones."""
+    spec = SMALL.replace(kv_cache_dtype="fp8_e4m3")
+    work = drawn(spec, [(4, 4), (20, 20)], 16)
+    wrapper = flashinfer_over(work, spec).plan(work.batch).lease.wrapper
+    assert wrapper.made["backend"] == "fa2" and "Paged" in type(wrapper).__name__
+    assert wrapper.planned["kv_data_type"] == torch.float8_e4m3fn
+
+
+def test_a_prompt_without_context_is_attended_to_as_it_comes(
+    fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a step's second layer finds it planned."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper as Ragged
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+    bind = Ragged.bind
+
+    def spy(wrapper: Any, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        calls.append((method, bind(wrapper, method, args, kwargs)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(Ragged, "bind", spy)
+    work = drawn(SMALL, [(20, 20)], 16)
+    backend = flashinfer_over(work)
+    plan = backend.plan(work.batch)
+    for _ in range(2):
+        assert run(work, backend, plan)[0] < HALF
+    assert [method for method, _ in calls] == ["__init__", "plan", "run", "run"]
+    assert work.key is not None and work.value is not None
+    places = work.key.data_ptr(), work.value.data_ptr()
+    assert all((a["k"].data_ptr(), a["v"].data_ptr()) == places for _, a in calls[2:])
+
+
 def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> None:
     """A prompt's: nothing is copied out of the cache, in this layer and in the plan's next."""
     work = drawn(SMALL, [(53, 53)], 8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_libraries.polyattn_fakes import bind
 from polyattn import Batch, Device, LayerSpec, SparseSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import (
@@ -29,7 +30,6 @@ from polyattn.spec.decompose import absorbed
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.row_format import row_format
 from polyattn.workload.compare import lse_error, output_error
-from test_signatures import bind
 from torch import Tensor
 
 CUDA_ON_CPU = Device("cuda", "sm_90", torch_device="cpu")
@@ -72,13 +72,13 @@ class Wrapper:
     record = "flashinfer_mla"
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.backend = bind(self.record, "BatchMLAPagedAttentionWrapper.__init__", *args, **kwargs)
+        self.backend = bind(self.record, "BatchMLAPagedAttentionWrapper.__init__", args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        self.planned = bind(self.record, "BatchMLAPagedAttentionWrapper.plan", *args, **kwargs)
+        self.planned = bind(self.record, "BatchMLAPagedAttentionWrapper.plan", args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        a = bind(self.record, "BatchMLAPagedAttentionWrapper.run", *args, **kwargs)
+        a = bind(self.record, "BatchMLAPagedAttentionWrapper.run", args, kwargs)
         query = torch.cat([a["q_nope"], a["q_pe"]], dim=2)
         parts = [a["ckv_cache"], a["kpe_cache"]]
         if self.backend.get("backend") != "cutlass":
@@ -90,7 +90,7 @@ class Wrapper:
             scales = [float(a[name]) for name in ("ckv_scale", "kpe_scale")]
             parts = [part.double() * scale for part, scale in zip(parts, scales, strict=True)]
         else:
-            assert "ckv_scale" not in a and "kpe_scale" not in a
+            assert a.get("ckv_scale") is None and a.get("kpe_scale") is None
         rows = torch.cat(parts, dim=2)
         rank, page = a["q_nope"].shape[2], rows.shape[1]
         if self.backend.get("backend") == "cutlass":
@@ -117,7 +117,7 @@ class Wrapper7(Wrapper):
 
 
 def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
-    a = bind("flashinfer_mla", "trtllm_batch_decode_with_kv_cache_mla", *args, **kwargs)
+    a = bind("flashinfer_mla", "trtllm_batch_decode_with_kv_cache_mla", args, kwargs)
     assert a["sparse_mla_top_k"] == a["block_tables"].shape[2] and a["query"].dim() == 4
     rows = a["kv_cache"].flatten(0, 2)
     for index, slots in enumerate(a["block_tables"][:, 0]):
@@ -131,7 +131,7 @@ def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
 
 
 def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    a = bind("flash_mla", "flash_mla_with_kvcache", *args, **kwargs)
+    a = bind("flash_mla", "flash_mla_with_kvcache", args, kwargs)
     if a.get("is_fp8_kvcache"):
         return sparse_decode(a)
     assert a["k_cache"].shape[1] == 64 and a["tile_scheduler_metadata"] == "schedule"
@@ -160,7 +160,7 @@ def sparse_decode(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None, None]:
-    a = bind("flash_attn_3", "flash_attn_with_kvcache", *args, **kwargs)
+    a = bind("flash_attn_3", "flash_attn_with_kvcache", args, kwargs)
     assert a["causal"] is True and a["k_cache"].shape[1] <= 32
     starts = a["cu_seqlens_q"].tolist()
     query = torch.cat([a["qv"], a["q"]], dim=2)
@@ -173,7 +173,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, 
 
 
 def flash_mla_sparse_fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    a = bind("flash_mla", "flash_mla_sparse_fwd", *args, **kwargs)
+    a = bind("flash_mla", "flash_mla_sparse_fwd", args, kwargs)
     assert a["indices"].dtype == torch.int32 and a["indices"].is_contiguous()
     query, rank = a["q"], a["d_v"]
     out = torch.full((*query.shape[:2], rank), torch.nan, dtype=torch.float64)

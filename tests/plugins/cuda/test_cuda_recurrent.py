@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_libraries.polyattn_fakes import bind
 from polyattn import Batch, Device, LayerGroup, LayerSpec, select
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import AttentionKind, RecurrentBackend, RecurrentFrame
@@ -19,7 +20,6 @@ from polyattn.spec.recurrence import form_of
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.workload.base import workload
 from polyattn.workload.steps import Lengths
-from test_signatures import bind
 from torch import Tensor
 
 CUDA_ON_CPU = Device("cuda", "sm_90", torch_device="cpu")
@@ -43,7 +43,7 @@ def delta(spec: LayerSpec, name: str) -> Any:
     """fla's delta rules: inputs as our reference names them."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        a = bind("fla", name, *args, **kwargs)
+        a = bind("fla", name, args, kwargs)
         assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
         assert a["initial_state"].dtype == torch.float32
         if spec.kind is not AttentionKind.RWKV7:
@@ -64,7 +64,7 @@ def fake_fla(spec: LayerSpec) -> ModuleType:
 
     def gated(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            a = bind("fla", name, *args, **kwargs)
+            a = bind("fla", name, args, kwargs)
             assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
             q, k, v, g = (a[n][0] for n in "qkvg")
             assert q.shape[1] == v.shape[1], "query heads are value heads"
@@ -97,7 +97,7 @@ def fake_mamba(spec: LayerSpec) -> ModuleType:
     module = ModuleType("mamba_ssm")
 
     def mamba_chunk_scan_combined(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        a = bind("mamba_ssm", "mamba_chunk_scan_combined", *args, **kwargs)
+        a = bind("mamba_ssm", "mamba_chunk_scan_combined", args, kwargs)
         assert bool((a["A"] <= 0).all()), "what grows within a chunk is cut off"
         assert a["dt_softplus"] is True and a["return_final_states"] is True
         params = {"A": a["A"], "D": a["D"], "dt_bias": a["dt_bias"]}
@@ -111,7 +111,7 @@ def fake_mamba(spec: LayerSpec) -> ModuleType:
         return torch.stack([f[0] for f in found]).float(), torch.cat([f[1] for f in found]).float()
 
     def selective_state_update(*args: Any, **kwargs: Any) -> Tensor:
-        a = bind("mamba_ssm", "selective_state_update", *args, **kwargs)
+        a = bind("mamba_ssm", "selective_state_update", args, kwargs)
         assert a["A"].stride(1) == a["A"].stride(2) == 0 and a["dt"].stride(2) == 0
         params = {"A": a["A"][:, 0, 0], "D": a["D"][:, 0], "dt_bias": a["dt_bias"][:, 0]}
         slots = a["state_batch_indices"].long()
@@ -142,12 +142,12 @@ def fake_conv(spec: LayerSpec) -> ModuleType:
         ).float()
 
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        a = bind("causal_conv1d", "causal_conv1d_fn", *args, **kwargs)
+        a = bind("causal_conv1d", "causal_conv1d_fn", args, kwargs)
         assert a["x"].stride(1) == 1 and a["initial_states"].stride(1) == 1
         return run(a["x"], a, a["initial_states"])
 
     def causal_conv1d_update(*args: Any, **kwargs: Any) -> Tensor:
-        a = bind("causal_conv1d", "causal_conv1d_update", *args, **kwargs)
+        a = bind("causal_conv1d", "causal_conv1d_update", args, kwargs)
         out, final = run(a["x"][:, :, None], a, a["conv_state"])
         a["conv_state"].copy_(final)
         return out[:, :, 0]
