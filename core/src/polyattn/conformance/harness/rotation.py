@@ -22,8 +22,6 @@ from polyattn.workload.pages import bits, unchanged
 
 FARTHEST = 100_000
 """Positions are below; float32 angles there would be off by a hundredth."""
-OWN_ERRORS = 3e-6
-"""What float32 products and sums may add, of the largest element of a head."""
 
 
 @dataclass
@@ -39,7 +37,12 @@ class RotatedTokens:
 
 
 class RotationHarness(StoreHarness):
-    """Rotates and stores."""
+    """Rotates and stores.
+
+    `own_errors`: what float32 products and sums may add, of the largest element of a head.
+    """
+
+    own_errors = 3e-6
 
     def rotated(
         self, group: LayerGroup, batch: str, biased: bool, like: RotatedTokens | None = None
@@ -156,7 +159,7 @@ class RotationHarness(StoreHarness):
         assert result.shape == exact.shape and result.dtype == dtype, f"{name} is {result.dtype}"
         if not exact.numel():
             return
-        own = OWN_ERRORS if dtype != torch.float64 else 1e-14
+        own = self.own_errors if dtype != torch.float64 else 1e-14
         factor = of_heads(scale, exact.shape[1])
         exact = exact / (factor.cpu().double() if isinstance(factor, Tensor) else factor)
         # Relative to the head before saturation, because saturated numbers had the same error.
