@@ -27,11 +27,6 @@ def numeric(case: Case, harness: Harness) -> None:
     harness.step(layer, case.batch, numbers=case.inputs).check()
 
 
-def functions(case: Case, harness: Harness) -> None:
-    """Output and LSE also agree where a variant or a step's mask changes or hides scores."""
-    numeric(case, harness)
-
-
 def refusal(case: Case, harness: Harness) -> None:
     """An unclaimed feature is refused, with a rejection that names it and the reason."""
     with pytest.raises(SelectionError) as caught:

@@ -6,7 +6,6 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.mla import further
-from polyattn.conformance.checks.attention import with_stale_tables
 from polyattn.conformance.checks.captured import captured_lengths
 from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
@@ -41,16 +40,6 @@ def latent_plans(case: Case, harness: Harness) -> None:
     for index in (0, 1, 2, 0, 2, 1):
         for number, step in enumerate(steps[index], 1):
             step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
-
-
-def latent_stale(case: Case, harness: Harness) -> None:
-    """No backend reads entries of a block table past a sequence's length."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
-    before = inputs.check().clone()
-    for batch in with_stale_tables(inputs.batch, inputs.cache.block_size):
-        after = inputs.but(batch=batch).check("stale table entries: ")
-        assert torch.equal(after, before), "entries past a sequence's length changed the result"
 
 
 def latent_shared(case: Case, harness: Harness) -> None:

@@ -79,11 +79,6 @@ def _further(case: Case, harness: Harness) -> Iterator[tuple[LayerSpec, Lengths 
             yield spec, step  # blocks of another layout can't be cut into smaller ones
 
 
-def combined(case: Case, harness: Harness) -> None:
-    """Several features at once."""
-    harness.step(harness.layer(case.spec), case.batch).check()
-
-
 def masks(case: Case, harness: Harness) -> None:
     """Windows, sink tokens, chunks and slopes in a grid, drawn in any order within the budget."""
     end, looked_at = time.monotonic() + harness.budget, 0

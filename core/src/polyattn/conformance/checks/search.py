@@ -34,16 +34,6 @@ def search(case: Case, harness: Harness) -> None:
     drawn(harness, example)
 
 
-def latent_search(case: Case, harness: Harness) -> None:
-    """Any MLA layer that is claimed."""
-    search(case, harness)
-
-
-def recurrent_search(case: Case, harness: Harness) -> None:
-    """Any size of a kind of recurrence, any numbers."""
-    search(case, harness)
-
-
 def batches(case: Case, harness: Harness) -> None:
     """A thousand random batches, composed of requests with known answers, NaN beside them."""
     tally = random_batches(harness.info, harness.device, harness.seed, CASE)

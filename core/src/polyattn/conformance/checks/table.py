@@ -33,7 +33,7 @@ from polyattn.registry.info import load_object
 Check = Callable[[Case, Any], None]
 
 _ATTENTION: tuple[Check, ...] = (
-    attention.numeric, attention.functions, attention.layout, attention.packed, attention.shared,
+    attention.numeric, attention.layout, attention.packed, attention.shared,
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
@@ -41,21 +41,19 @@ _ATTENTION: tuple[Check, ...] = (
     invariance.regrouped, invariance.planned_alike, invariance.chunked, invariance.drafted,
     invariance.hits, invariance.given_alike, invariance.divided, invariance.specified,
     forests.forest, forests.forest_reuse, forests.forest_graph,
-    published.published, published.combined, published.masks, published.pairs,
-    published.twins,
+    published.published, published.masks, published.pairs, published.twins,
     lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
     lasting.many_calls, lasting.many_lengths, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
-    mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
-    mla.latent_isolation, mla.latent_graph, search.latent_search,
+    mla.latent, mla.latent_plans, mla.latent_shared, mla.latent_absorbed, mla.latent_isolation,
+    mla.latent_graph,
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
     recurrent.rejected_drafts, recurrent.recurrent_out, recurrent.recurrent_strided,
     recurrent.recurrent_plans, recurrent.recurrent_graph, recurrent.recurrent_reuse,
     recurrent.recurrent_mixed_graph, recurrent.recurrent_mixed_reuse,
-    search.recurrent_search,
 )  # fmt: skip
 _SPARSE: tuple[Check, ...] = (
     sparse.sparse,
@@ -72,6 +70,9 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
     "batches": (Harness, search.batches),
+    **dict.fromkeys(("functions", "combined"), (Harness, attention.numeric)),
+    **dict.fromkeys(("latent_search", "recurrent_search"), (Harness, search.search)),
+    "latent_stale": (Harness, attention.stale),
     **{
         check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT, *_SPARSE)
     },
