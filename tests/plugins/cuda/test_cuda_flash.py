@@ -25,15 +25,6 @@ from polyattn.workload.compare import output_error
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_flash_attn(mask: str, fakes: None) -> None:
-    from polyattn_cuda.flash_attn import UpstreamFlashAttention2
-
-    spec = SMALL.replace(**MASKS[mask])
-    check_paged(UpstreamFlashAttention2, spec, 256, HALF)
-    check_given(UpstreamFlashAttention2, spec, HALF)
-
-
 def test_flash_attention_3_splits_no_keys_where_bits_must_not_follow_from_the_batch(
     fakes: None,
 ) -> None:
@@ -73,14 +64,6 @@ def test_flash_attns_captured_steps_split_as_their_eager_ones(
         assert run(work, backend, backend.plan(batch), False)[0] < HALF
     programs = 3 * spec.num_kv_heads
     assert asked == [132 // programs] * 2
-
-
-def test_flash_attn_with_alibi(fakes: None) -> None:
-    from polyattn_cuda.flash_attn import UpstreamFlashAttention2
-
-    spec = SMALL.replace(alibi=True, needs_lse=False)
-    check_paged(UpstreamFlashAttention2, spec, 256, HALF)
-    check_given(UpstreamFlashAttention2, spec, HALF)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -162,24 +145,6 @@ def test_vllms_flash_attn_3_masks_all_blocks_of_a_window(
     assert [schedule is None for schedule in schedules] == [False, False, True, True, False]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_flash_attn_3(mask: str, fakes: None) -> None:
-    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
-
-    spec = SMALL.replace(**MASKS[mask])
-    check_paged(UpstreamFlashAttention3, spec, 8, HALF)
-    check_given(UpstreamFlashAttention3, spec, HALF)
-    captured = spec.replace(graph_capture="single_token_decode")
-    check_paged(UpstreamFlashAttention3, captured, 8, HALF, kinds=("decodes", "padding"))
-
-
-def test_flash_attn_3_makes_an_mla_layers_prefill(fakes: None) -> None:
-    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
-
-    spec = SMALL.replace(num_kv_heads=6, head_size=192, v_head_size=128)
-    check_given(UpstreamFlashAttention3, spec, HALF)
-
-
 def test_flash_attn_3_scales_each_requests_queries_by_themselves(fakes: None) -> None:
     """Over an e4m3 cache: what another request asks, a thousand times as loud or NaN, changes no bit."""
     from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
@@ -210,16 +175,6 @@ def test_flash_attn_3_scales_each_requests_queries_by_themselves(fakes: None) ->
         loud = work.query.clone()
         loud[:, 4:] *= 1000.0  # the second KV head's group
         assert torch.equal(attend(loud)[:, :4], calm[:, :4])
-
-
-@pytest.mark.parametrize("mask", ["causal", "window", "non causal", "one group"])
-def test_xformers(mask: str, fakes: None) -> None:
-    from polyattn_cuda.xformers import XFormersAttention
-
-    spec = SMALL.replace(**MASKS[mask])
-    check_paged(XFormersAttention, spec, 8, HALF)
-    check_given(XFormersAttention, spec, HALF)
-    check_given(XFormersAttention, SMALL.replace(v_head_size=32), HALF)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "non causal", "window of two sides"])

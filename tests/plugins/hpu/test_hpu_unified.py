@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugins.hpu.steps import Step, pad, step
-from polyattn.families.attention import reference
 from polyattn_hpu import metadata, unified
 from polyattn_hpu.buckets import EXACT, SLICE, Bucket, Rounding, phase
-from polyattn_hpu.metadata import build
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -140,36 +138,6 @@ def test_the_eight_phases(
         agree(made, True, Rounding())
 
 
-@pytest.mark.parametrize("spec", MASKS, ids=str)
-@pytest.mark.parametrize("rounding", [EXACT, Rounding()], ids=["exact", "rounded"])
-@pytest.mark.parametrize("key_starts", [[0, 7, 12], [3, 11, 3]], ids=["packed", "gaps and shared"])
-def test_keys_given_whole(key_starts: list[int], rounding: Rounding, spec: dict[str, Any]) -> None:
-    """A layer without a cache: every key is its own, wherever it starts."""
-    made = step([7, 3, 2], [0, 2, 2], [[0, 1], [2, 3], [4]], **spec)
-    queries, lens = made.batch.query_lens, [7, 5, 1]  # the last has fewer keys than queries
-    meta = build(made.spec, queries, lens, None, 1, key_starts=key_starts, rounding=rounding)
-    assert meta.bucket.phase == "c--"
-    generator = torch.Generator().manual_seed(1)
-    key, value = (
-        torch.randn(
-            20, made.spec.num_kv_heads, size, generator=generator, dtype=torch.float64
-        )
-        for size in (made.spec.head_size, made.spec.v_head_size)
-    )  # fmt: skip
-    own = meta.bucket.own_rows
-    found = unified.attend(
-        meta, pad(made.query, meta.bucket.query), pad(key, own), pad(value, own), None,
-        made.scoring(),
-    )  # fmt: skip
-    output, lse = unified.normalize(found)
-    for index, (start, length) in enumerate(zip(key_starts, lens, strict=True)):
-        rows = slice(made.batch.starts[index], made.batch.starts[index + 1])
-        keys = slice(start, start + length)
-        expected = reference.attend(made.spec, made.query[rows], key[keys], value[keys])
-        torch.testing.assert_close(output[rows], expected[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(lse[rows], expected[1], rtol=1e-10, atol=1e-12)
-
-
 def test_absent_parts_are_the_identity() -> None:
     made = step([1], [6], [[0, 1]])
     scoring = made.scoring()
@@ -224,30 +192,6 @@ def test_a_bucket_may_reach_beyond_the_cache() -> None:
     bucket = made.metadata(rounding=Rounding()).bucket
     assert bucket.contiguous and bucket.unique > made.cache.num_blocks
     agree(made, True, Rounding())
-
-
-def test_nan_stays_with_its_request() -> None:
-    """Keys and values of one request turn NaN and Inf: nobody else's output changes by a bit."""
-    made = step(
-        [1, 1, 6, 9, 1],
-        [9, 11, 8, 0, 17],
-        [[7, 1, 2], [7, 1, 3], [15, 16, 4, 5], [6, 8, 9], [10, 11, 12, 13, 14]],
-    )
-    before, _ = made.unified()
-    for victim, blocks in ((2, [15, 16, 4, 5]), (3, [6, 8, 9]), (4, [10, 14])):
-        key, value = made.cache.key.clone(), made.cache.value.clone()
-        new_key, new_value = made.key.clone(), made.value.clone()
-        rows = slice(made.batch.starts[victim], made.batch.starts[victim + 1])
-        for bad in (torch.nan, torch.inf):
-            made.cache.key[blocks], made.cache.value[blocks] = bad, bad
-            made.key[rows], made.value[rows] = bad, bad
-            after, _ = made.unified()
-            others = torch.ones(len(after), dtype=torch.bool)
-            others[rows] = False
-            assert torch.equal(after[others], before[others])
-            assert bool(torch.isnan(after[rows]).all()), "it isn't hidden from the request itself"
-            made.cache.key[:], made.cache.value[:] = key, value
-            made.key[:], made.value[:] = new_key, new_value
 
 
 def test_equal_buckets_have_equal_shapes() -> None:

@@ -119,21 +119,6 @@ def test_stores_and_attends(name: str) -> None:
     assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if low else 1e-4)
 
 
-@sweep
-def test_dense_keys_may_have_gaps(generator: torch.Generator) -> None:
-    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=40, dtype="float32", cached=False)
-    step = Batch([0, 3, 4, 9], [5, 150, 5], key_starts=[160, 2, 170])
-    query, key, value = (
-        torch.randn(n, h, 40, generator=generator) for n, h in ((9, 4), (180, 2), (180, 2))
-    )
-    key[:2] = value[:2] = key[165:170] = value[165:170] = torch.nan
-    plan = pt.plan(step, layer, buckets=SMALL)
-    run = jax.jit(lambda p, q, k, v: pt.attend_given(p, layer, q, k, v)[0])
-    out = run(plan, pt.pad(plan, to_jax(query)), to_jax(key), to_jax(value))
-    expected, _ = reference.forward(layer, query, key, value, None, step)
-    assert output_error(to_torch(out)[:9], expected) < 2e-5
-
-
 def test_a_learned_sink_beside_no_key_counts_for_nothing(generator: torch.Generator) -> None:
     """More queries than keys: the first see nothing, so their LSE is -inf, sink or not."""
     layer = LayerSpec(
