@@ -14,16 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Batch, LayerSpec, select
+from polyattn import Batch, LayerSpec, resolve_device, select
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, Frame, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import discover, refresh
+from polyattn.spec.kinds import Role
+from polyattn.spec.row_format import is_rows
 from polyattn.tools.cli import doctoring
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu import hooks
 from polyattn_cpu.native import attention, build, library, store
+from sampled import DRAWN
 
 ROOT = Path(__file__).parents[3]
 needs_library = pytest.mark.skipif(
@@ -32,21 +37,6 @@ needs_library = pytest.mark.skipif(
 ISAS = library.isas() if library.why_not() is None else ("none",)
 UNUSED_BLOCK = 2**30  # a table entry that no kernel may follow
 
-FEATURES = {
-    "plain": {},
-    "window": {"sliding_window": 20},
-    "sink tokens": {"sliding_window": 50, "sink_tokens": 4},
-    "chunk": {"chunk_size": 32},
-    "soft cap": {"logit_soft_cap": 5.0},
-    "alibi": {"alibi": True},
-    "learned sinks": {"learned_sinks": True},
-    "encoder": {"causal": False},
-    "window both sides": {"causal": False, "sliding_window": 30},
-    "many": {
-        "alibi": True, "logit_soft_cap": 3.0, "learned_sinks": True, "sliding_window": 33,
-        "sink_tokens": 7,
-    },
-}  # fmt: skip
 SHAPES = {  # heads, KV heads, head size, V head size
     "gqa": (8, 2, 128, 128), "mha": (4, 4, 64, 64), "mqa": (71, 1, 64, 64), "odd group": (6, 2, 80, 80),
     "wide key": (4, 1, 192, 128), "narrow": (3, 1, 40, 24), "tiny": (2, 2, 7, 5),
@@ -179,13 +169,25 @@ def isa(request, monkeypatch):
     return request.param
 
 
+KIT = {"NATIVE_ATTN": ("numeric", "isolation"), "NATIVE_STORE": ("store", "store_ties")}
+
+
 @needs_library
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_every_feature_agrees_with_float64(monkeypatch, feature, batch):
-    for stored in ("float32/auto", "bfloat16/auto"):
-        spec = make_spec("odd group", stored, **FEATURES[feature])
-        Step(spec, *BATCHES[batch]).check_each(monkeypatch)
+@pytest.mark.parametrize("backend", KIT)
+def test_cases_of_the_kit_pass(isa, backend):
+    """Each feature of a decoder, over pages and whole keys, requests of NaN, and stored bits."""
+    device = resolve_device("cpu")
+    for case in derive(discover().backend(backend), device):
+        checked = case.check in KIT[backend] and not is_rows(case.spec.kv_cache_dtype)
+        if checked and case.spec.role is Role.DECODER and not DRAWN.fullmatch(case.label):
+            run_case(case, backend, device, 1)
+
+
+@needs_library
+def test_a_slot_outside_the_cache_is_refused(isa):
+    rows, stored = torch.zeros(2, 3, 20), torch.zeros(40, 10, 3, 20)
+    with pytest.raises(BatchError, match=r"slot_mapping\[1\]=400"):
+        store.store([store.Part(rows, stored, 0.03)], torch.tensor([7, 400]))
 
 
 @needs_library
@@ -238,33 +240,6 @@ def test_pieces_that_one_thread_attends_to_change_no_bit(isa, stored, features):
 
 
 @needs_library
-def test_given_keys_of_other_lengths(isa):
-    spec = make_spec(causal=False, role="cross", cached=False)
-    random = torch.Generator().manual_seed(1)
-    query = torch.randn(9, 8, 128, generator=random).bfloat16()
-    key, value = torch.randn(2, 100, 2, 128, generator=random).bfloat16()
-    batch = Batch([0, 4, 9], [33, 50], key_starts=[60, 5])
-    plan = attention.StepPlan(
-        attention.layer_bytes(spec), batch.starts, batch.lens, key_starts=batch.key_starts
-    )
-    out = torch.empty_like(query)
-    attention.bound(plan, None)(Frame(query, key, value, None, LayerParams(), out, None))
-    for rows, keys in ((slice(0, 4), slice(60, 93)), (slice(4, 9), slice(5, 55))):
-        want, _ = reference.attend(spec, query[rows], key[keys], value[keys])
-        assert output_error(out[rows], want) <= tolerance_of(spec).output
-
-
-@needs_library
-def test_a_request_that_is_nan_stays_alone(isa):
-    step = Step(make_spec(), [1, 30], [200, 90])
-    clean, _ = step.run()
-    step.query[0] = torch.nan
-    step.key[step.table[0, 0]] = torch.inf
-    out, _ = step.run()
-    assert bool(out[0].isnan().all()) and torch.equal(out[1:], clean[1:])
-
-
-@needs_library
 @pytest.mark.parametrize("stored", ["float32/auto", "bfloat16/auto"])
 def test_of_logits_beyond_float32_s_integers_the_largest_wins(isa, stored):
     step = Step(make_spec(stored=stored), [1, 4, 30], [200, 90, 300])
@@ -283,32 +258,6 @@ def test_a_block_outside_the_cache_is_refused(isa):
         step.table[1, 2] = -1
         with pytest.raises(BatchError, match="block_table points outside"):
             step.run()
-
-
-@needs_library
-@pytest.mark.parametrize("stored", STORED)
-def test_store_has_torch_s_bits(isa, stored):
-    dtype, cached = (
-        STORAGE_DTYPES[n] for n in (stored.split("/")[0], make_spec("gqa", stored).stored_dtype)
-    )
-    random = torch.Generator().manual_seed(2)
-    rows = (
-        torch.randn(300, 3, 20, generator=random) * 10 ** torch.empty(300, 1, 1).uniform_(-6, 4)
-    ).to(dtype)
-    rows[0, 0, :4] = torch.tensor([0.0, -0.0, 1e-30, -1e30]).to(dtype)
-    want, got = torch.zeros(2, 40, 10, 3, 20).to(cached)
-    slots = torch.randperm(400, generator=random)[:300]
-    slots[7] = -1
-    store.store([store.Part(rows, got, 0.03)], slots)
-    keep = slots >= 0
-    quantised = quantize(rows, cached, 0.03)
-    want.view(torch.uint8).view(400, -1)[slots[keep]] = quantised.view(torch.uint8).view(300, -1)[
-        keep
-    ]
-    assert torch.equal(want.view(torch.uint8), got.view(torch.uint8))
-    slots[9] = 400
-    with pytest.raises(BatchError, match=r"slot_mapping\[9\]=400"):
-        store.store([store.Part(rows, got, 0.03)], slots)
 
 
 @needs_library
@@ -351,29 +300,6 @@ def test_doctor_and_explain_say_which_instruction_set_runs(isa):
 
 def test_every_instruction_set_has_its_proof():
     assert set(hooks.PROOF_OF_RUNS) == {isa for machine in build.ISAS.values() for isa in machine}
-
-
-@needs_library
-@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
-def test_all_256_bytes_are_read_as_what_they_stand_for(isa, stored):
-    """Where all values of an element are one byte, the mean of them is what it stands for."""
-    spec = LayerSpec(
-        num_heads=8, num_kv_heads=1, head_size=64, dtype="bfloat16", kv_cache_dtype=stored
-    )
-    step = Step(spec, [1], [128])
-    numbers = torch.arange(256, dtype=torch.uint8).view(STORAGE_DTYPES[spec.stored_dtype])
-    numbers = numbers[numbers.float().isfinite()]
-    for start in range(0, len(numbers), 64):
-        part = numbers[start : start + 64]
-        step.value.view(torch.uint8).zero_()
-        step.value.view(torch.uint8)[step.table[0, :8].long(), :, :, : len(part)] = part.view(
-            torch.uint8
-        )
-        step.query.zero_()
-        step.key.view(torch.uint8).zero_()
-        out, _ = step.run()
-        want = (part.float() * step.params.v_scale).bfloat16()
-        assert torch.equal(out[0, 0, : len(part)], want)
 
 
 @needs_library
