@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import attend, in_window
 from polyattn.calls.caller_cache import (
     CallerCache,
     NewKeys,
@@ -25,11 +26,7 @@ HEADS, SIZE = 4, 16
 
 def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return causal attention of one sequence, (tokens, heads, size), in float64."""
-    q, k, v = (t.double() for t in (query, key, value))
-    k, v = (t.repeat_interleave(HEADS // k.shape[1], 1) for t in (k, v))
-    later = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+    return attend(query, key, value, in_window(len(query), len(key), -1, 0))[0]
 
 
 def turned(tokens: Tensor, turns: RotaryTables, positions: range) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import attend, in_window
 from polyattn import Attention, Batch, CacheWindow, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import SpecError
 from polyattn.families.attention import reference
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 SPEC = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=4, sliding_window=6,
@@ -18,17 +18,10 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
-def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """What torch makes of a sequence, keys (keys, heads, size) and a mask (queries, keys) given."""
-    q, k, v = (t.double().transpose(0, 1) for t in (query, key, value))
-    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
-
-
 def mask_of(queries: int, keys: int) -> Tensor:
-    at, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
-    causal = key <= at
-    return causal if queries == keys else causal & ((at - key < 6) | (key < 2))
+    causal = in_window(queries, keys, -1, 0)
+    near = in_window(queries, keys, 5, 0) | (torch.arange(keys) < 2)
+    return causal if queries == keys else causal & near
 
 
 STEPS = {
@@ -56,7 +49,7 @@ def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
     for index, (count, length) in enumerate(zip(queries, lens, strict=True)):
         rows = slice(batch.starts[index], batch.starts[index + 1])
         keys, values = reference.read_cache(cache, batch, index, layer.params)
-        wanted = by_torch(given[0][rows], keys, values, mask_of(count, length))
+        wanted, _ = attend(given[0][rows], keys, values, mask_of(count, length))
         torch.testing.assert_close(out[rows].double(), wanted, rtol=2e-5, atol=2e-5)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from formulas import attend
 from polyattn import Attention, Batch, LatentAttention, LayerGroup, LayerSpec, select
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rope import query_temperature, rotate
@@ -402,11 +403,10 @@ def streaming(
 ) -> Tensor:
     """Keep the first tokens and the last ones, number what is left anew, turn, attend: in float64."""
     keep = [i for i in range(len(cached[0])) if i < sinks or i >= len(cached[0]) - window]
-    keys, values = (x[keep].double().repeat_interleave(2, dim=1) for x in cached)
+    keys, values = (x[keep].double() for x in cached)
     keys = rotate(keys, torch.arange(len(keep)), rope)
     turned = rotate(query, torch.tensor([len(keep) - 1]), rope)
-    weights = torch.softmax(torch.einsum("qhd,khd->hqk", turned, keys) * 32**-0.5, dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    return attend(turned, keys, values)[0]
 
 
 def test_positions_within_the_cache_are_streaming_llm_s() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polyattn
 import pytest
 import torch
+from formulas import attend
 from polyattn import Batch, LayerSpec
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import rotate
@@ -29,30 +30,17 @@ def by_hand(
     query: Tensor, key: Tensor, value: Tensor, first: int, chunk: int | None, window: int | None,
     kept: int, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One sequence, query by query, by positions in the text, in float64."""
-    outs, lses = [], []
-    end = first + len(key)
-    for index in range(len(query)):
-        place = end - len(query) + index
-        seen = [
-            j
-            for j, at in enumerate(range(first, end))
-            if at <= place
-            and (chunk is None or at // chunk == place // chunk)
-            and (window is None or place - at < window or at < kept)
-        ]
-        if not seen:
-            outs.append(torch.zeros(HEADS, SIZE).double())
-            lses.append(torch.full((HEADS,), -torch.inf).double())
-            continue
-        keys, values = (t[seen].double().repeat_interleave(2, 1) for t in (key, value))
-        scores = torch.einsum("hd,khd->hk", query[index].double(), keys) / SIZE**0.5
-        if slopes is not None:
-            at = torch.tensor(seen).double() + first
-            scores = scores + slopes.double()[:, None] * (at - place)
-        outs.append(torch.einsum("hk,khd->hd", scores.softmax(1), values))
-        lses.append(scores.logsumexp(1))
-    return torch.stack(outs), torch.stack(lses)
+    """One sequence by positions in the text, in float64; the LSE (queries, heads)."""
+    at = torch.arange(first, first + len(key))
+    place = torch.arange(first + len(key) - len(query), first + len(key))[:, None]
+    seen = at <= place
+    if chunk is not None:
+        seen = seen & (at // chunk == place // chunk)
+    if window is not None:
+        seen = seen & ((place - at < window) | (at < kept))
+    bias = None if slopes is None else slopes.double()[:, None, None] * (at - place)
+    out, lse = attend(query, key, value, seen, bias=bias)
+    return out, lse.T
 
 
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from formulas import attend
 from polyattn import (
     Attention,
     AttentionVariant,
@@ -79,12 +80,9 @@ def by_hand(
         query = of_query(query, b, heads, q, d, gain=gain)
         values = of_value(values, b, kv_heads, k, d)
     keys = of_key(keys, b, kv_heads, k, d)
-    keys, values = keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, keys) / 4.0
-    scores = scores * (1.0 if variant.score_mod is None else 2.0)
-    seen = k[:, 0, 0] <= q[:, :, 0]
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), 2)
-    return of_output(torch.einsum("hqk,khd->qhd", weights, values), b, heads, q, d, gain=gain)
+    scale = 0.25 if variant.score_mod is None else 0.5
+    out, _ = attend(query, keys, values, k[:, 0, 0] <= q[:, :, 0], scale=scale)
+    return of_output(out, b, heads, q, d, gain=gain)
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN", "VANILLA"])

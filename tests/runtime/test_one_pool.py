@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devices import everywhere
+from formulas import attend, in_window
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import CacheError
 from polyattn.families.attention import reference
@@ -68,14 +69,9 @@ def paged(
     for row, length in enumerate(seq_lens.tolist()):
         tokens = query[starts[row] : starts[row + 1]]
         blocks = block_table[row, : -(-length // key.shape[1])].long()
-        keys, values = (
-            t[blocks].flatten(0, 1)[:length].repeat_interleave(2, 1) for t in (key, value)
-        )
-        places = torch.arange(length, device=query.device)
-        seen = places <= places[length - len(tokens) :, None]
-        scores = torch.einsum("qhd,khd->hqk", tokens, keys) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        keys, values = (t[blocks].flatten(0, 1)[:length] for t in (key, value))
+        seen = in_window(len(tokens), length, -1, 0).to(query.device)
+        outs.append(attend(tokens, keys, values, seen, scale=scale)[0].to(query.dtype))
     return torch.cat(outs)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import polyattn_flash_attn
 import pytest
 import torch
+from formulas import attend, distances, in_window
 from polyattn import PolyattnError
 from polyattn.registry import requirements
 from polyattn_flash_attn import bert_padding, flash_attn_2, flash_attn_3
@@ -31,25 +32,10 @@ def expected(
     softcap: float = 0.0, slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence: (tokens, heads, size). Returns the output and the LSE (heads, tokens)."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    i = torch.arange(len(q))[:, None] + len(k) - len(q)
-    j = torch.arange(len(k))
-    seen = torch.ones(len(q), len(k), dtype=torch.bool)
-    left, right = window[0], 0 if causal else window[1]
-    if left >= 0:
-        seen &= j >= i - left
-    if right >= 0:
-        seen &= j <= i + right
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
-    scores = scores.masked_fill(~seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", weights, v), lse
+    sizes = len(q), len(k)
+    bias = None if slopes is None else -slopes.double()[:, None, None] * distances(*sizes).abs()
+    seen = in_window(*sizes, window[0], 0 if causal else window[1])
+    return attend(q, k, v, seen, cap=softcap, bias=bias)
 
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> None:

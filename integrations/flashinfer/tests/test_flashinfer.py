@@ -9,6 +9,7 @@ from typing import Any
 import polyattn_flashinfer
 import pytest
 import torch
+from formulas import attend, distances, in_window
 from polyattn import PolyattnError
 from polyattn_flashinfer import flashinfer
 from torch import Tensor
@@ -23,30 +24,21 @@ def attention(
     pos_encoding_mode: str = "NONE",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of one sequence (tokens, heads, size), and its LSE to base 2, in float64."""
-    query, key, value = (t.double() for t in (query, key, value))
-    count, keys = len(query), len(key)
-    at = torch.arange(keys - count, keys)[:, None]
-    distance = torch.arange(keys) - at
+    sizes, bias = (len(query), len(key)), None
+    behind = distances(*sizes)
     if pos_encoding_mode == "ROPE_LLAMA":
-        query, key = turned(query, at[:, 0]), turned(key, torch.arange(keys))
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key)
-    scores *= query.shape[2] ** -0.5 if sm_scale is None else sm_scale
+        query, key = (
+            turned(query.double(), behind[:, 0]),
+            turned(key.double(), torch.arange(len(key))),
+        )
     if pos_encoding_mode == "ALIBI":
         assert query.shape[1] == 6  # ALiBi's slopes of a number that is no power of two
         slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
-        scores += slopes.double()[:, None, None] * distance
-    if logits_soft_cap:
-        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-    seen = torch.ones(count, keys, dtype=torch.bool) if mask is None else mask.view(count, keys)
-    if causal and mask is None:
-        seen = seen & (distance <= 0)
-    if window_left >= 0:
-        seen = seen & (distance >= -window_left)
-    scores = scores.masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    out = torch.einsum("hqk,khd->qhd", weights, value)
-    return out, scores.logsumexp(-1).T / math.log(2)
+        bias = -slopes.double()[:, None, None] * behind
+    seen = in_window(*sizes, window_left, 0 if causal and mask is None else -1)
+    seen = seen if mask is None else seen & mask.view(sizes)
+    out, lse = attend(query, key, value, seen, scale=sm_scale, cap=logits_soft_cap, bias=bias)
+    return out, lse.T / math.log(2)
 
 
 def turned(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import polyattn_sglang
 import pytest
 import torch
+from formulas import attend, in_window
 from polyattn import PolyattnError
 from polyattn.errors import SelectionError
 from polyattn.selection import running
@@ -135,24 +136,11 @@ class Served:
 
 def formula(q: Tensor, k: Tensor, v: Tensor, layer: Any, sinks: Tensor | None = None) -> Tensor:
     """One request, in float64, as SGLang's torch_native backend defines it."""
-    k, v = (t.double().repeat_interleave(2, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scaling
-    if layer.logit_cap:
-        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-    at = torch.arange(len(q))[:, None] + len(k) - len(q)
-    key = torch.arange(len(k))
-    seen = key <= at
-    if layer.sliding_window_size > -1:
-        seen = seen & (key >= at - layer.sliding_window_size)
+    seen = in_window(len(q), len(k), layer.sliding_window_size, 0)
     if layer.use_irope:  # Llama 4's layers of local attention
-        seen = seen & (key // CHUNK == at // CHUNK)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.double()[:, None, None].expand(-1, len(q), 1)
-        return torch.einsum(
-            "hqk,khd->qhd", torch.cat([scores, column], -1).softmax(-1)[..., :-1], v
-        )
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+        chunk = torch.arange(len(k)) // CHUNK
+        seen = seen & (chunk == chunk[len(k) - len(q) :, None])
+    return attend(q, k, v, seen, scale=layer.scaling, cap=layer.logit_cap, sinks=sinks)[0]
 
 
 CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {

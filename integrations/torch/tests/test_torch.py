@@ -12,6 +12,7 @@ import numpy as np
 import polyattn_torch
 import pytest
 import torch
+from formulas import attend, in_window
 from polyattn_torch import SdpaMode, operators
 from polyattn_torch.operators import Operators, dense_results, varlen_forward
 from torch import Tensor, nn
@@ -238,20 +239,6 @@ def test_a_backend_made_of_the_operator_reaches_torchs_kernel(
     assert all("TORCH_SDPA" in line for line in polyattn_torch.report().served)
 
 
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scale: float
-) -> tuple[Tensor, Tensor]:
-    """One sequence in float64, aligned to the bottom right."""
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale
-    at = torch.arange(len(q))[:, None] + len(k) - len(q)
-    key = torch.arange(len(k))
-    left, right = (n if n >= 0 else 1 << 30 for n in window)
-    seen = (key >= at - left) & (key <= at + right)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v.double())
-    return out, scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1), (3, -1)])
 def test_varlen_attn_runs_on_a_cpu_with_gradients(window: tuple[int, int]) -> None:
     lens, key_lens = [3, 1, 6], [5, 4, 6]
@@ -262,7 +249,7 @@ def test_varlen_attn_runs_on_a_cpu_with_gradients(window: tuple[int, int]) -> No
         q, k, v, cu_q, cu_k, 6, 6, window_size=window, scale=0.3, return_aux=AuxRequest(lse=True)
     )
     parts = [
-        formula(a, b, c, window, 0.3)
+        attend(a, b, c, in_window(len(a), len(b), *window), scale=0.3)
         for a, b, c in zip(q.split(lens), k.split(key_lens), v.split(key_lens), strict=True)
     ]
     wanted = torch.cat([p[0] for p in parts])
@@ -290,7 +277,10 @@ def test_varlen_attn_over_pages() -> None:
     )  # fmt: skip
     for row, (a, n) in enumerate(zip(q.split(lens), key_lens, strict=True)):
         keys = pool[table[row].long()].flatten(0, 1)[:n].repeat_interleave(2, 1)
-        close(out.split(lens)[row], formula(a, keys, keys, (-1, 0), 0.25)[0])  # type: ignore[union-attr]
+        close(
+            out.split(lens)[row],
+            attend(a, keys, keys, in_window(len(a), len(keys), -1, 0), scale=0.25)[0],
+        )  # type: ignore[union-attr]
 
 
 @torch.no_grad()

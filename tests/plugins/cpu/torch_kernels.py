@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from formulas import attend, in_window
 from polyattn import Device
 from polyattn_cpu import packed, sdpa
 from torch import Tensor
@@ -28,20 +29,10 @@ def _sequence(
     right: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (queries, heads, size) and (heads, queries): FlashAttention's +inf where none is seen."""
-    queries, keys, each = len(query), len(key), query.shape[1] // key.shape[1]
-    key, value = (t.double().repeat_interleave(each, 1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
-    distance = torch.arange(keys) - (torch.arange(queries) + keys - queries)[:, None]
-    hidden = torch.zeros(queries, keys, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    output = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
-    return output, lse.masked_fill(lse == -torch.inf, torch.inf).float()
+    output, lse = attend(
+        query, key, value, in_window(len(query), len(key), left, right), scale=scale
+    )
+    return output.to(query.dtype), lse.masked_fill(lse == -torch.inf, torch.inf).float()
 
 
 def _spans(starts: Tensor) -> list[slice]:
