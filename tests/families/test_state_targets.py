@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, StateCache, select
+from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.recurrent import RecurrentSpec
@@ -23,40 +23,6 @@ SPECS = {
         recurrent=RecurrentSpec(state_size=16, qk_norm=True),
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("backend", ["TORCH_SCAN", "NATIVE_SCAN", "VANILLA_SCAN"])
-def test_rejected_drafts_leave_no_trace(kind: str, backend: str) -> None:
-    """Two sequences take 4 drafts a step and accept some: as if only those had ever come."""
-    spec, dice = SPECS[kind], torch.Generator().manual_seed(0)
-    layer = Recurrent(
-        LayerGroup(select(spec, "cpu", backend=backend)),
-        checks=True,
-        **recurrent_params(spec, dice),
-    )
-    prompts, targets = [5, 3], torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
-    states, plain = layer.group.allocate_states(10), layer.group.allocate_states(10)
-    given = recurrent_inputs(spec, sum(prompts), dice)
-    slots = torch.tensor([0, 1])
-    for held in (states, plain):
-        layer(*given, states=held, plan=Batch.from_lens(prompts, prompts, state_slots=slots))
-    lens, start = list(prompts), slots
-    for counts in ([1, 4], [3, 2], [4, 1]):
-        drafts = recurrent_inputs(spec, 8, dice)
-        batch = Batch.from_lens(
-            [4, 4], [n + 4 for n in lens], state_slots=start, state_targets=targets
-        )
-        found = layer(*drafts, states=states, plan=batch)
-        rows = torch.tensor([*range(counts[0]), *range(4, 4 + counts[1])])
-        accepted = [x[rows] for x in drafts]
-        lens = [n + c for n, c in zip(lens, counts, strict=True)]
-        wanted = layer(
-            *accepted, states=plain, plan=Batch.from_lens(counts, lens, state_slots=slots)
-        )
-        torch.testing.assert_close(found[rows], wanted, rtol=1e-4, atol=1e-4)
-        start = StateCache.accepted(targets, torch.tensor(counts))
-        torch.testing.assert_close(states.data[start], plain.data[slots], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SCAN", "VANILLA_SCAN"])

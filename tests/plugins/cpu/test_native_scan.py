@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from polyattn import LayerGroup, LayerSpec, select
+from polyattn import LayerGroup, LayerSpec, resolve_device, select
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
 from polyattn.kernel import BatchError, RecurrentSpec
+from polyattn.registry.discovery import discover
 from polyattn.workload.base import workload
 from polyattn_cpu.native import library
 
@@ -23,30 +26,8 @@ LAYERS = {  # kind, heads, key heads, head size, form
     "width 2": ("short_conv", 64, 1, 1, RecurrentSpec(conv_width=2)),
     "convolution, drafts": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, draft_tokens=3)),
     "width 2, drafts": ("short_conv", 33, 1, 1, RecurrentSpec(conv_width=2, draft_tokens=30)),
-    "mamba1, gated": ("mamba1", 130, 1, 1, RecurrentSpec(state_size=16, gated=True)),
-    "mamba2, gated, B and C in float32": (
-        "mamba2",
-        4,
-        2,
-        24,
-        RecurrentSpec(state_size=40, gated=True, bc_in_float32=True),
-    ),
-    "mamba1": ("mamba1", 130, 1, 1, RecurrentSpec(state_size=16)),
-    "mamba1, odd state": ("mamba1", 40, 1, 1, RecurrentSpec(state_size=7)),
     "mamba2": ("mamba2", 4, 2, 24, RecurrentSpec(state_size=128)),
-    "mamba2, large head": ("mamba2", 2, 1, 200, RecurrentSpec(state_size=64)),
-    "mamba2, odd state": ("mamba2", 4, 2, 9, RecurrentSpec(state_size=10)),
-    "mamba2, odd head": ("mamba2", 4, 2, 9, RecurrentSpec(state_size=16)),
-    "linear": ("linear", 4, 2, 40, RecurrentSpec()),
     "delta rule": ("gdn", 4, 2, 128, RecurrentSpec(qk_norm=True)),
-    "delta rule, odd head": ("gdn", 2, 2, 21, RecurrentSpec()),
-    "delta rule by channels": ("kda", 3, 3, 48, RecurrentSpec(qk_norm=True)),
-    "bonus": ("rwkv6", 3, 3, 64, RecurrentSpec()),
-    "low rank": ("rwkv7", 3, 3, 64, RecurrentSpec()),
-}
-STEPS = {  # query length and sequence length of each sequence; the last is padding
-    "decode": [(1, 5), (1, 1), (1, 90), (1, 0)],
-    "mixed": [(70, 70), (1, 4), (16, 50), (0, 9), (1, 0)],
 }
 BORDERS = [(126, 126), (3, 9), (1, 4), (127, 127), (0, 3), (131, 140), (128, 128), (125, 125)]
 """Sequences that begin 2 tokens before an item of 128, 1 behind one and where one begins."""
@@ -69,11 +50,12 @@ def isa(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("step", STEPS)
-def test_every_recurrence_agrees_with_float64(monkeypatch, layer, step, dtype):
-    agrees(monkeypatch, layer, STEPS[step], dtype)
+def test_cases_of_the_kit_pass(isa):
+    """Every recurrence, in every dtype and odd sizes, and each draft's state in its slot."""
+    device = resolve_device("cpu")
+    for case in derive(discover().backend("NATIVE_SCAN"), device):
+        if case.check in ("recurrence", "state_targets"):
+            run_case(case, "NATIVE_SCAN", device, 1)
 
 
 @pytest.mark.parametrize("layer", [name for name in LAYERS if LAYERS[name][0] == "short_conv"])
@@ -112,13 +94,6 @@ def test_threads_change_no_bit(isa, layer):
 
 
 DRAFTS = [(4, 9), (1, 1), (3, 40), (1, 0)]
-
-
-@pytest.mark.parametrize("layer", [name for name in LAYERS if LAYERS[name][4].draft_tokens == 0])
-def test_each_drafts_state_goes_to_its_slot(isa, layer):
-    work = drawn(layer, "float32", DRAFTS, targets="tokens")
-    assert [call.phase for call in work.plan.calls] == ["decode"]
-    work.check()
 
 
 @pytest.mark.parametrize(
