@@ -219,18 +219,6 @@ def test_many_pairs_cost_little_more_than_one() -> None:
     assert best[128] < 10 * best[1], best
 
 
-def test_costs_next_to_nothing_where_nothing_is_shared() -> None:
-    """256 sequences of 2,048 blocks. The bar is 20 us; a loaded machine's best of many is taken."""
-    table = np.random.default_rng(0).permutation(256 * 2048).astype(np.int32).reshape(256, 2048)
-    lens = [2048 * 16] * 256
-    best = float("inf")
-    for _ in range(200):
-        started = time.perf_counter()
-        assert shared_prefixes(table, lens, 16) == ()
-        best = min(best, time.perf_counter() - started)
-    assert best < 20e-6, f"{best * 1e6:.1f} us"
-
-
 def test_a_part_without_sequences_is_an_empty_step() -> None:
     """`explain` asks for the rows of one token, and drafts are none: it raised `IndexError`."""
     batch = Batch.from_lens([2, 2], [40, 50], torch.arange(8).int().view(2, 4), 16)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import random
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polyattn
 import pytest
-import torch
 from families.mask_grid import BEYOND, GRID
 from polyattn import Device, LayerSpec
 from polyattn.conformance.harness.base import Harness
@@ -27,16 +25,6 @@ HERE = Path(__file__).parent
 NO_WINDOW = 2**31 - 1  # how engines write it
 
 Ranges = Callable[[LayerSpec, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each instruction set in turn, for callers who select too."""
-    monkeypatch.setenv(library.ISA_VARIABLE, request.param)
-    monkeypatch.setenv(library.PAIRS_VARIABLE, "1")
-    refresh()
-    yield request.param
-    refresh()
 
 
 @pytest.fixture(scope="module")
@@ -170,36 +158,6 @@ def test_random_layers_around_every_edge(monkeypatch: pytest.MonkeyPatch, draws:
             except AssertionError as error:
                 shape = f"{step.spec}, {step.queries} of {step.lens}"
                 raise AssertionError(f"{isa}, {seed}: {shape}") from error
-
-
-def error(queries: int, keys: int, heads: int, kv_heads: int, **asked: Any) -> float:
-    """Return the largest difference of NATIVE_ATTN's output from VANILLA's, for one dense row."""
-    generator = torch.Generator().manual_seed(queries)
-    sizes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
-    tensors = [torch.randn(1, *size, 64, generator=generator) for size in sizes]
-    if (lens := asked.get("key_lens")) is not None:
-        tensors = [each.expand(len(lens), -1, -1, -1) for each in tensors]
-    found, wanted = (
-        polyattn.attention(*tensors, backend=name, **asked) for name in ("NATIVE_ATTN", "VANILLA")
-    )
-    assert isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor)
-    return float((found - wanted).abs().max())
-
-
-@needs_library
-def test_kept_tokens_right_of_a_window_count(isa: str) -> None:
-    assert error(300, 300, 32, 8, sliding_window=8, sink_tokens=200) < 1e-5
-
-
-@needs_library
-def test_kept_tokens_count_where_nothing_is_near(isa: str) -> None:
-    assert error(129, 84, 71, 1, key_lens=[50, 84, 17], sliding_window=1, sink_tokens=3) < 1e-5
-
-
-@needs_library
-@pytest.mark.parametrize("kept", [0, 4])
-def test_an_endless_window_without_a_causal_mask_shows_all(isa: str, kept: int) -> None:
-    assert error(130, 200, 4, 2, sliding_window=NO_WINDOW, sink_tokens=kept) < 1e-5
 
 
 @needs_library
