@@ -9,6 +9,14 @@ from pathlib import Path
 
 from forks import python
 
+INTERPRETED = {
+    "TRITON_ATTN": {"TRITON_INTERPRET": "1"},
+    "PALLAS_ATTN": {
+        "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
+    },
+}  # fmt: skip
+"""The variables with which a backend's kernels are interpreted here."""
+
 
 def interpreted(script: str | Path, *words: str, seconds: int = 300, **variables: str) -> str:
     """Run a script, which must succeed, with Triton interpreted; returns what it prints.

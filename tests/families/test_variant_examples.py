@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 from forks import python
+from interpreting import INTERPRETED
 from polyattn import unregister_variant, variants
 from variant_examples import DECODES, FORMULAS, check, examples
-
-INTERPRETED = {
-    "TRITON_ATTN": {"TRITON_INTERPRET": "1"},
-    "PALLAS_ATTN": {
-        "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
-    },
-    "FLEX_ATTENTION": {},
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +46,12 @@ HARDEST = ("flash_sigmoid", "speculation_tree", "documents", "t5_bias")
     "names",
     [pytest.param(HARDEST, marks=pytest.mark.slow), pytest.param((), marks=pytest.mark.sweep)],
 )
-@pytest.mark.parametrize("backend", INTERPRETED)
+@pytest.mark.parametrize("backend", [*INTERPRETED, "FLEX_ATTENTION"])
 def test_right_where_they_are_generated_or_compiled(
     backend: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     pytest.importorskip({"TRITON_ATTN": "triton", "PALLAS_ATTN": "jax"}.get(backend, "torch"))
-    variables = INTERPRETED[backend] | {"TRITON_CACHE_DIR": str(tmp_path)}
+    variables = INTERPRETED.get(backend, {}) | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("variant_examples.py")
     ran = python(script, backend, "cpu", "float32", *names, seconds=1200, **variables)
     lines = ran.stdout.splitlines()

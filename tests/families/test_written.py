@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forks import python
+from interpreting import INTERPRETED
 from polyattn import AttentionVariant
 from polyattn.errors import SpecError
 from polyattn.runtime.functions.pointwise import Pointwise
@@ -13,12 +14,6 @@ from polyattn.runtime.functions.tracing import UntraceableError, trace, untracea
 from written_by_hand import HONEST, SOURCES, bent, near
 
 HERE = Path(__file__).parent
-INTERPRETED = {
-    "TRITON_ATTN": {"TRITON_INTERPRET": "1"},
-    "PALLAS_ATTN": {
-        "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
-    },
-}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -85,30 +85,6 @@ def test_explain_draws_every_verdict() -> None:
     assert flex[0]["rejections"][0]["field"] == "learned_sinks"
 
 
-@pytest.mark.parametrize(
-    ("args", "env", "says"),
-    [
-        (["explain", "lama-3.1-8b"], {}, "did you mean 'llama-3.1-8b'"),
-        (["explain", "--device", "h200x"], {}, "did you mean 'h200'"),
-        (["explain", "--backend", "TORCH_SPDA"], {}, "did you mean 'TORCH_SDPA'"),
-        (["explain"], {"POLYATTN_BAKEND": "1"}, "did you mean 'POLYATTN_BACKEND'"),
-        (["list"], {"POLYATTN_BAKEND": "1"}, "did you mean 'POLYATTN_BACKEND'"),
-        (["run", "--scale", "-1"], {}, "--scale=-1.0 must be positive"),
-        (["run", "--trace", "/absent.csv"], {}, "/absent.csv: can't be read"),
-        (["run", "--cache-gb", "0.00001"], {}, "--cache-gb"),
-        (["bench", "8q"], {}, "8q1s2k or q2k"),
-        (["bench", "--device", "a100"], {}, "is a profile"),
-    ],
-)
-def test_errors_are_one_clear_message(
-    args: list[str], env: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    code, _, errors = here(*args)
-    assert code == 2 and says in errors and "Traceback" not in errors
-
-
 def test_an_error_of_a_process_is_one_clear_message() -> None:
     text = polyattn("run", "--cache-gb", "0.00001", code=2).stderr
     assert "--cache-gb" in text and "Traceback" not in text

@@ -28,6 +28,10 @@ COMMAND = [sys.executable, "-m", "polyattn"]
         (["explain", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
         (["bench", "--model", "llama-3.1-8b", "--spec", SMALL], "use one of them"),
         (["bench", "2q1s64", "--backend", "NOPE"], "backend 'NOPE' is unknown"),
+        (["bench", "--device", "a100"], "is a profile"),
+        (["explain", "lama-3.1-8b"], "did you mean 'llama-3.1-8b'"),
+        (["explain", "--device", "h200x"], "did you mean 'h200'"),
+        (["explain", "--backend", "TORCH_SPDA"], "did you mean 'TORCH_SDPA'"),
         (["explain", "--backend", "prefill.decode=TORCH_SDPA"], "names a phase twice"),
         (["explain", "--spec", "[" * 100_000], "--spec is no LayerSpec: RecursionError"),
         (["explain", "--spec", '{"num_heads": ' + "9" * 5000 + "}"], "--spec is no LayerSpec"),
@@ -43,6 +47,7 @@ COMMAND = [sys.executable, "-m", "polyattn"]
         (["run", "--seed", "9" * 30], "--seed"),
         (["run", "--seed", "-1"], "--seed"),
         (["run", "--layers", "9" * 30], "--layers"),
+        (["run", "--trace", "/absent.csv"], "/absent.csv: can't be read"),
         (["run", "--trace", "/dev/zero"], "is not a regular file"),
         (["run", "--scale", "nan"], "--scale=nan must be positive"),
         (["run", "--scale", "1e308"], "--scale=1e+308 must be positive, 1e+06 at most"),
@@ -61,6 +66,13 @@ def test_errors_are_one_clear_message(args: list[str], says: str) -> None:
     code, out, err = here(*args)
     assert code == 2 and says in " ".join(err.replace("│", "").split()) and not out
     assert len(err) < 3000
+
+
+@pytest.mark.parametrize("command", ["explain", "list"])
+def test_a_misspelt_variable_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_BAKEND", "1")
+    code, _, errors = here(command)
+    assert code == 2 and "did you mean 'POLYATTN_BACKEND'" in errors
 
 
 def test_version() -> None:

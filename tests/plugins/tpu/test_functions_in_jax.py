@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import python
+from interpreting import INTERPRETED
 from polyattn import AttentionVariant, LayerSpec
 from torch import Tensor
 
@@ -21,10 +22,7 @@ from polyattn_tpu.variants import variant_problem
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
 FAMILIES = Path(__file__).parents[2] / "families"
-VARIABLES = {
-    "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
-    "PYTHONPATH": f"{FAMILIES}{os.pathsep}{FAMILIES.parent}",
-}  # fmt: skip
+VARIABLES = {**INTERPRETED["PALLAS_ATTN"], "PYTHONPATH": f"{FAMILIES}{os.pathsep}{FAMILIES.parent}"}
 
 
 def gathered(
