@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
 FILE, FUNCTION = 600, 60
-AT_MOST = {"found": 5, "given": 15, "kept": 37, "fmt: skip": 472}
+AT_MOST = {"found": 5, "given": 14, "kept": 37, "fmt: skip": 472}
 """In the product's sources: variables and arguments so named, and statements that aren't formatted."""
 
 
