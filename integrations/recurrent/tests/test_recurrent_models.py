@@ -28,6 +28,8 @@ def same_numbers() -> None:
 
 @pytest.fixture
 def installed() -> Iterator[None]:
+    for name in CONFIGS:  # transformers' own, before a stand-in is there
+        importlib.import_module(f"{MODELS}.{name}.modeling_{name}")
     roots = polyattn_recurrent.VERSIONS
     before = {n: sys.modules.pop(n) for n in list(sys.modules) if n.split(".")[0] in roots}
     polyattn_recurrent.install(replace=True)
