@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from interpreting import interpreted
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
+from polyattn import LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError, SpecError
 from polyattn.families.attention import reference, specified
-from polyattn.families.attention.workload import widths
 from polyattn.runtime.program import LayerParams
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.base import workload
 from polyattn_cpu.native.attention import NativeAttention
 from polyattn_cpu.native.library import isas
 
@@ -158,18 +158,9 @@ def test_each_instruction_set_has_the_bits(isa: str, monkeypatch: pytest.MonkeyP
 
 def step(spec: LayerSpec, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and LSE of a random step of a chunk, decodes and a prompt."""
-    torch.manual_seed(3)
-    sinks, slopes = torch.randn(spec.num_heads), torch.rand(spec.num_heads)
     group = LayerGroup(select(spec, "cpu", backend=backend))
-    layer = Attention(group, sinks=sinks, alibi_slopes=slopes if spec.alibi else None)
-    queries, lens, size = [7, 1, 1, 40], [300, 513, 32, 40], 16
-    table = torch.randperm(4 * 33).int().view(4, 33)
-    cache = group.allocate_cache(4 * 33)
-    cache.key.copy_(torch.randn(cache.key.shape))
-    cache.value.copy_(torch.randn(cache.value.shape))
-    new = (torch.randn(49, heads, size) for heads, size in widths(spec))
-    batch = Batch.from_lens(queries, lens, table, size)
-    return layer(*new, cache, group.plan(batch))  # type: ignore[no-any-return]
+    of_sequences = [(7, 300), (1, 513), (1, 32), (40, 40)]
+    return workload(group, of_sequences, 3).call()  # type: ignore[no-any-return]
 
 
 def test_triton_s_kernel_has_the_bits() -> None:
