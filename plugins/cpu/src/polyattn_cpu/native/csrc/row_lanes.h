@@ -160,17 +160,14 @@ PA_INLINE void put_turned(vf *acc, float *s, int lds) {
         _mm256_storeu_pd((double *)(to + (int64_t)(8 * half + 4) * lds), _mm512_extractf64x4_pd(two, 1));
       }
     } else {
-      const auto quarter = [&](auto m) {  // a constant of the instruction, without optimization too
-        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[i], decltype(m)::value);
+      PA_UNROLLED
+      for (int m = 0; m < 4; m++) {
+        const __m128 each = _mm512_extractf32x4_ps((__m512)acc[i], m);
         float *const key = to + (int64_t)4 * m * lds;
         if (ROWS == 1) _mm_store_ss(key, each);
         else if (ROWS == 2) _mm_storel_pi((__m64 *)key, each);
         else _mm_storeu_ps(key, each);
-      };
-      quarter(std::integral_constant<int, 0>());
-      quarter(std::integral_constant<int, 1>());
-      quarter(std::integral_constant<int, 2>());
-      quarter(std::integral_constant<int, 3>());
+      }
     }
   }
 }
