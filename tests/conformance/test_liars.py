@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -109,7 +110,7 @@ def passes(kind: type[Any], cases: list[Case]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HONEST, ids=[kind.__name__ for kind in HONEST])
 def test_the_honest_one_never(kind: type[Any]) -> None:
-    """Each case that catches a liar passes, and each that no kit of `TESTED` has.
+    """Each case that catches a liar passes, and one in three of those that no kit of `TESTED` has.
 
     It runs with the first honest one that has it, and again where its module's liars fail.
     """
@@ -117,10 +118,15 @@ def test_the_honest_one_never(kind: type[Any]) -> None:
     known = {case for other in before for case in cases_of(other)}
     catching = {CAUGHT[liar.__name__] for liar in LIARS if liar.__name__ in CAUGHT}
     here = {CAUGHT.get(liar.__name__) for liar in LIARS if liar.__module__ == kind.__module__}
+    alone = {
+        case
+        for case in set(cases_of(kind)) - covered()
+        if not zlib.crc32(case.id.encode()) % 3  # so that a new case moves no other
+    }
     cases = [
         case
         for case in cases_of(kind)
-        if case.id in here or (case not in known and (case.id in catching or case not in covered()))
+        if case.id in here or (case not in known and (case.id in catching or case in alone))
     ]
     assert cases and passes(kind, cases)
 
