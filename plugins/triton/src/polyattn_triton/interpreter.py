@@ -66,9 +66,8 @@ def _launches() -> None:
 
 
 def _tuples() -> None:
-    unwrap, attribute, equal, item = (
-        core._unwrap_if_constexpr, core.tuple.__getattr__, core.tuple.__eq__, core.tuple.__getitem__,
-    )  # fmt: skip
+    unwrap, attribute = core._unwrap_if_constexpr, core.tuple.__getattr__
+    equal, item = core.tuple.__eq__, core.tuple.__getitem__
 
     def unwrap_once(o: Any) -> Any:
         if type(o) is core.constexpr:
@@ -148,10 +147,9 @@ def _seen(type: Any) -> tuple[Any, ...]:
 
 
 def _operations() -> None:
-    broadcast, cast, promoted, checked, tensor = (
-        TritonSemantic.broadcast_impl_value, TritonSemantic.cast, TritonSemantic.computation_type_impl,
-        TritonSemantic.binary_op_type_checking_impl, TritonSemantic.to_tensor,
-    )  # fmt: skip
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+    promoted, tensor = TritonSemantic.computation_type_impl, TritonSemantic.to_tensor
+    checked = TritonSemantic.binary_op_type_checking_impl
     types: dict[tuple[Any, ...], Any] = {}
 
     def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -169,9 +167,14 @@ def _operations() -> None:
         return self.tensor(self.builder.create_splat(to, scalar.handle), to)
 
     def checked_once(
-        self: Any, lhs: Any, rhs: Any, lhs_ptr: bool = False, rhs_ptr: bool = False,
-        arithmetic: bool = True, div: bool = False,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        lhs_ptr: bool = False,
+        rhs_ptr: bool = False,
+        arithmetic: bool = True,
+        div: bool = False,
+    ) -> Any:
         if (
             type(lhs) is type(rhs) is core.tensor
             and lhs.dtype is rhs.dtype
