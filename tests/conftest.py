@@ -26,6 +26,4 @@ def clean_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long ones, whole kits in a process, so that no worker ends with them alone."""
-    items.sort(
-        key=lambda item: ("conforms" not in item.name, item.get_closest_marker("slow") is None)
-    )
+    items.sort(key=lambda item: "conforms" not in item.name)
