@@ -105,8 +105,6 @@ def _become(
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
-    if "TRITON_INTERPRET" in environ and "PLAIN_INTERPRETER" not in environ:
-        importlib.import_module("quick_interpreter").hasten()
     of_path = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [here, *of_path, *sys.path[1:]]
     if words[0] == "-m":

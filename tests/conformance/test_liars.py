@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,9 @@ QUICK = 12  # of so many liars one is tried without `-m slow`
 OF_A_CASE = 2  # so many liars that the same case catches are tried in CI, the others in the sweep
 TESTED = (
     "TORCH_SDPA", "TORCH_MLA", "TORCH_MLA_SPARSE", "TORCH_SCAN", "TORCH_STORE", "TORCH_MERGE",
+    "NATIVE_ATTN", "NATIVE_MLA",
 )  # fmt: skip
-"""Backends whose whole kits other slow tests run, most of them the honest ones' own code."""
+"""Backends whose whole kits other tests run, most of them the honest ones' own code."""
 _derived: dict[tuple[Any, ...], list[Case]] = {}
 
 
@@ -109,18 +111,24 @@ def passes(kind: type[Any], cases: list[Case]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HONEST, ids=[kind.__name__ for kind in HONEST])
 def test_the_honest_one_never(kind: type[Any]) -> None:
-    """Each case that catches a liar passes, and each that no kit of `TESTED` has.
+    """Each case that catches a liar passes, and one in three of those that no kit of `TESTED` has.
 
-    It runs with the first honest one that has it, and again where its module's liars fail.
+    The first honest one that has a case of this name runs it, and each whose module's liars it catches.
     """
     before = HONEST[: HONEST.index(kind)]
     known = {case for other in before for case in cases_of(other)}
     catching = {CAUGHT[liar.__name__] for liar in LIARS if liar.__name__ in CAUGHT}
+    catching -= {case.id for case in known}
     here = {CAUGHT.get(liar.__name__) for liar in LIARS if liar.__module__ == kind.__module__}
+    alone = {
+        case
+        for case in set(cases_of(kind)) - covered()
+        if not zlib.crc32(case.id.encode()) % 3  # so that a new case moves no other
+    }
     cases = [
         case
         for case in cases_of(kind)
-        if case.id in here or (case not in known and (case.id in catching or case not in covered()))
+        if case.id in here | catching or (case in alone and case not in known)
     ]
     assert cases and passes(kind, cases)
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from polyattn import (
     select,
     unregister,
 )
+from polyattn.conformance.case import Case
+from polyattn.conformance.derive import derive
 from polyattn.conformance.random_batches import Tally, random_batches
 from polyattn.kernel import sizes_of
 from polyattn.registry.capabilities import ANY_PLATFORM
@@ -96,6 +100,17 @@ MANY = (services.StoresTheSkipped, services.ClearsTheBlock)
 """Stores, of whose many layers each has a batch."""
 
 
+@contextmanager
+def few_layers() -> Iterator[None]:
+    """One in eight of a backend's many layers has batches: a liar lies about most of them."""
+
+    def few(*of: Any) -> list[Case]:
+        return [case for case in derive(*of) if case.check in ("search", "store")][::8]
+
+    with patch("polyattn.conformance.random_batches.derive", few):
+        yield
+
+
 @pytest.fixture(scope="module")
 def liars() -> Iterator[None]:
     register(Plugin(), "liars")
@@ -119,7 +134,8 @@ def counted(kind: type[Any], seed: int, most: int) -> Tally:
     ],
 )
 def test_a_liar_is_counted(kind: type[Any]) -> None:
-    tally = counted(kind, 2, 300)
+    with few_layers() if kind in MANY else nullcontext():
+        tally = counted(kind, 2, 300)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 
@@ -127,7 +143,8 @@ def test_a_liar_is_counted(kind: type[Any]) -> None:
 @pytest.mark.usefixtures("liars")
 @pytest.mark.parametrize("kind", [functions.IgnoresTheVariant, functions.HeadOfTheGroup])
 def test_a_liar_about_functions_is_counted(kind: type[Any]) -> None:
-    tally = random_batches(discover().backends[info(kind).name], CPU, 3, 1500)
+    with few_layers():
+        tally = random_batches(discover().backends[info(kind).name], CPU, 3, 200)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 

@@ -33,7 +33,6 @@ from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, counts_of, layers, samples
 from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
 from polyattn.workload.clock import Clock
-from test_cli import polyattn
 from tools.commands import here
 
 HEADS = [
@@ -471,7 +470,7 @@ def test_tune_needs_a_device_to_run_on(tmp_path: Path) -> None:
     assert code == 2 and "profile" in errors
 
 
-def test_explain_predicts_a_batch(tmp_path: Path) -> None:
+def test_explain_predicts_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {
         "format": 1, "device": {"platform": "cuda", "name": "NVIDIA H200"}, "measured": "2026-01-01",
         "versions": {}, "models": [
@@ -482,26 +481,33 @@ def test_explain_predicts_a_batch(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "t.json"
     path.write_text(json.dumps(data))
-    environ = {"POLYATTN_TIMINGS": str(path)}
-    command = ("explain", "llama-3.1-8b", "--device", "h200", "--batch", "24q1s4k")
-    (group,) = json.loads(polyattn(*command, "--json", **environ).stdout)["groups"]
+
+    def explained(batch: str, *options: str, timings: str = str(path)) -> str:
+        monkeypatch.setenv("POLYATTN_TIMINGS", timings)
+        command = ("explain", "llama-3.1-8b", "--device", "h200", "--batch", batch, *options)
+        code, text, errors = here(*command)
+        assert code == 0, errors
+        return text
+
+    (group,) = json.loads(explained("24q1s4k", "--json"))["groups"]
     (call,) = group["batches"]["24q1s4k"]["calls"]
     assert call["backend"] == "FLASHINFER"
     bytes_read = 24 * 4096 * 2 * 8 * 128 * 2
     assert [c["us"] for c in call["candidates"]] == pytest.approx(
         [5 + 3e-7 * bytes_read, 9 + 4e-7 * bytes_read]
     )
-    text = polyattn(*command, **environ).stdout
+    text = explained("24q1s4k")
     assert "TRITON_ATTN would take 1.3" in text and "launch" in text and "longest 4096" in text
-    bare = polyattn(*command, POLYATTN_TIMINGS="0").stdout
+    bare = explained("24q1s4k", timings="0")
     assert "by priority" in bare
     for model, host in zip(data["models"], (30.0, 500.0), strict=True):  # type: ignore[arg-type]
         model["host"] = host  # type: ignore[index]
-    path.write_text(json.dumps(data))
-    text = polyattn(*command, **environ).stdout
+    of_hosts = tmp_path / "hosts.json"
+    of_hosts.write_text(json.dumps(data))
+    text = explained("24q1s4k", timings=str(of_hosts))
     assert "TRITON_ATTN: FLASHINFER would take 2.9" in text and "500.0" in text
     assert "the host's time counts" not in text
-    text = polyattn(*command[:-1], "2q1s400", **environ).stdout
+    text = explained("2q1s400", timings=str(of_hosts))
     assert "the host needs 30 us a layer, and the device 10: the host's time counts" in text
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import bounds
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +20,7 @@ from polyattn.conformance.case import Case, captures
 from polyattn.conformance.checks.table import run_case
 from polyattn.registry.devices import resolve_device
 from polyattn.workload.steps import PAGES
+from triton.runtime.interpreter import TensorHandle
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from unseen_format import registered
@@ -97,11 +99,19 @@ def check_that_bounds_are_told() -> None:
         raise AssertionError("nobody told")
 
 
+def check_that_low_addresses_are_known() -> None:
+    """A table's address may lie below 4 GiB, where Pythons that aren't relocated have their heap."""
+    pointer = TensorHandle(np.array([1 << 29], np.uint64), tl.pointer_type(tl.float32))
+    table = bounds.Buffers((torch.tensor([1 << 29]),))
+    table.check(pointer, TensorHandle(np.array([True]), tl.int1))
+
+
 if __name__ == "__main__":
     device = resolve_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     if device.platform == "cpu":
         bounds.pytest_configure()
         check_that_bounds_are_told()
+        check_that_low_addresses_are_known()
     with registered():
         cases = [
             *(("TRITON_ATTN", case) for case in ATTENTION),

@@ -2,13 +2,14 @@
 
 A program of its own, since Triton reads TRITON_INTERPRET when it is imported. Prints the largest errors
 of outputs, relative to the largest element, and of states, relative to their sequence's; and into how
-many pieces a step was cut.
+many pieces a step was cut. With PLAIN_INTERPRETER, Triton's interpreter stays as it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,11 @@ from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.kernel import RecurrentSpec
 from polyattn.spec.recurrence import form_of
+from polyattn_triton import interpreter
 from torch import Tensor
+
+if "PLAIN_INTERPRETER" in os.environ:
+    interpreter.hasten = lambda: None
 
 SPECS = {
     "kda": LayerSpec(

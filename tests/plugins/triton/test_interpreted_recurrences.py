@@ -27,7 +27,6 @@ def test_each_way_is_the_formula() -> None:
 
 
 @pytest.mark.sweep
-def test_the_quick_interpreter_gives_the_plain_one_s_numbers() -> None:
-    """Users' kits run the plain one."""
+def test_the_hastened_interpreter_gives_the_plain_one_s_numbers() -> None:
     script = Path(__file__).with_name("interpreted_recurrences.py")
     assert interpreted(script) == interpreted(script, PLAIN_INTERPRETER="1")

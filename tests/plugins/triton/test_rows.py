@@ -59,20 +59,25 @@ def test_needs_no_small_types_of_the_device(arch: str) -> None:
         assert len(kernel.asm["cubin" if arch.startswith("sm_") else "hsaco"]) > 500
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "phases"),
+    [
+        pytest.param("bfloat16", ("listed", "paged", "write"), marks=pytest.mark.slow),
+        pytest.param("float16", ("listed",), marks=pytest.mark.slow),
+        pytest.param("float16", ("paged",), marks=pytest.mark.sweep),
+    ],
+)
 @pytest.mark.parametrize(
     "name",
     ["nvfp4", "int4", "mxfp4", "kivi2", "turboquant4", "int8_rows", "e4m3_rows", "int8_rows/int4"],
 )
-def test_every_format_compiles_to_machine_code(name: str) -> None:
+def test_every_format_compiles_to_machine_code(
+    name: str, dtype: str, phases: tuple[str, ...]
+) -> None:
     from ahead import compile_phase
 
-    for dtype, phase in (
-        *product(("bfloat16", "float16"), ("listed", "paged")),
-        ("bfloat16", "write"),
-    ):
-        spec = SPEC.replace(kv_cache_dtype=name, dtype=dtype)
-        kernel = compile_phase(spec, "sm_90", phase)
+    for phase in phases:
+        kernel = compile_phase(SPEC.replace(kv_cache_dtype=name, dtype=dtype), "sm_90", phase)
         assert len(kernel.asm["cubin"]) > 500 and kernel.metadata.shared <= 227 << 10
         # A few scales of a byte may come alone; elements mustn't.
         assert phase == "write" or kernel.asm["ptx"].count("ld.global.b8") < 16
