@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from polyattn import Batch, LayerSpec
 from polyattn.kernel import KVCache, LayerParams
-from polyattn_triton import attention, planning
+from polyattn_triton import attention
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
 from polyattn_triton.hopper.descriptors import described
 from polyattn_triton.schedule import fullest, max_parts
-from pretending import pretended
+from pretending import merging_costs_nothing, pretended
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
@@ -132,7 +132,7 @@ def test_what_it_is_launched_with(
     monkeypatch: pytest.MonkeyPatch, queries: list[int], lens: list[int], fresh: bool, causal: bool
 ) -> None:
     """Over blocks and over keys by token, whole and in pieces; each name has what it says."""
-    monkeypatch.setattr(planning, "HOPPER_RATES", planning.RATES)  # merging costs nothing
+    merging_costs_nothing(monkeypatch)
     backend, launched = pretended(monkeypatch, PLAIN)
     form = backend.cache
     assert form is not None
