@@ -143,8 +143,9 @@ def test_short_rows_are_shared_out_as_planned(
             span /= 0.9 if active <= SMS else 1
             assert item == 1 and span >= min(share, max(n) // plan.config.block_n) - 0.1
             assert not merged or span == pytest.approx(share, abs=0.1)
-            begun = counts.rows * kv_heads - (1 + -(-merged.parts // 16) / 2 if merged else 0)
-            assert begun == round(begun) and 1 <= begun <= count
+            waits = -(-merged.parts // 16) if merged else 0
+            begun = counts.rows * kv_heads - (1 + waits * 64 / size if waits else 0)
+            assert begun == pytest.approx(round(begun)) and 1 <= round(begun) <= count
             assert (counts.queries > plan.batch.num_tokens) == (merged is not None)
         ways.append(plan.way)
     assert "few" in ways

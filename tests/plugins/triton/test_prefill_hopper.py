@@ -175,7 +175,7 @@ def test_what_it_is_launched_with(
         (128, [512] * 4, [4608] * 4, True, "prefill"),
         (128, [2048] * 4, [2048] * 4, False, "prefill"),  # a step that asks for no causality
         (128, [300], [8192], True, "pieces"),  # few tiles: their keys are cut
-        (128, [100, 1, 40], [1000, 1, 40], True, "pieces"),
+        (128, [100, 1, 40], [2000, 1, 40], True, "pieces"),
         (128, [4096] * 4, [2048] * 4, True, "prefill"),  # the first queries see no key
         (64, [512] * 4, [4608] * 4, True, "prefill"),
         (64, [2048] * 4, [2048] * 4, True, ""),  # by token the portable kernel is faster
@@ -291,13 +291,14 @@ def test_more_heads_go_at_once_where_the_last_ones_would_end_late(
 
 
 @pytest.mark.parametrize(
-    ("queries", "way"), [([232], "prefill"), ([150, 100, 50], "prefill"), ([1148], "pieces")]
+    ("queries", "way"),
+    [([232], "prefill"), ([150, 100, 50], "prefill"), ([1148], "prefill"), ([1400], "pieces")],
 )
 def test_prompts_that_take_no_longer_than_a_merge_stay_whole(
     monkeypatch: pytest.MonkeyPatch, queries: list[int], way: str
 ) -> None:
     backend, _ = pretended(monkeypatch, PLAIN.replace(num_heads=8, num_kv_heads=2))
-    table = torch.zeros(len(queries), 72, dtype=torch.int32)
+    table = torch.zeros(len(queries), 88, dtype=torch.int32)
     plan = backend.plan_rows(Batch.from_lens(queries, queries, table, 16))
     assert plan.way == way and (plan.merging is not None) is (way == "pieces")
 

@@ -289,7 +289,8 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     shares = Shares.of(units, largest(units), slots)
     fixed = LOW_TILE if narrow else (LOW_TILE + high) // 2  # rows that a block costs
     waits, rows = shares.merging(high, step.spec.head_size)
-    beside = (shares.begun + (1 + waits / 2 if waits else 0)) / step.spec.num_kv_heads
+    begun = shares.begun + (1 + waits * LOW_TILE / step.spec.head_size if waits else 0)
+    beside = begun / step.spec.num_kv_heads
     alone = -(-total(units) // shares.length) * step.spec.num_kv_heads <= processors
     ends, tokens = at(shares.length * (ALONE if alone else 1)), step.tokens + rows / group
     kind = "low" if high == LOW else "short"
