@@ -109,7 +109,7 @@ class Step:
     @cached_property
     def fresh(self) -> bool:
         """Whether each row sees only its own keys."""
-        return np.array_equal(self.queries, self.lens)
+        return bool((self.queries == self.lens).all())
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""

@@ -78,8 +78,8 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2, merge=4)
 """Key tiles that a tile of queries costs beside its own, that are worth a program, and that it costs to
-merge. Of 150 short steps on an H200, those whose longest tile has up to 4 more than a share took 0.87 of
-the time uncut, those with 5 to 13 more 1.1."""
+merge. Of 127 short steps on an H200, those whose longest tile has up to 4 more than a share took 0.87 of
+the time uncut, those with 5 to 10 more 1.11."""
 LONG, LONG_KEYS = 15, 5120
 """Decodes over e4m3 are those of rows from LONG key tiles of a multiprocessor on, if a sequence has more
 keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09. H100:
@@ -87,7 +87,7 @@ keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k
 MERGE = 6
 """And for prefill, of each program that a multiprocessor holds. Of 214 prefills and chunks on an H200 by
 Hopper's own, whole tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6.
-Of 201 by the portable one, whole tiles took 0.71 of the time."""
+Of 201 by the portable one, whole tiles took 0.73 of the time."""
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:
