@@ -8,10 +8,11 @@ import pytest
 from chips import h200
 from polyattn import Device, LayerSpec
 from polyattn.selection.cache_format import format_of
-from polyattn_triton import launch
+from polyattn_triton import launch, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper import prefill as prefill_hopper
+from polyattn_triton.schedule import Rates
 
 
 def pretended(
@@ -34,3 +35,9 @@ def pretended(
     monkeypatch.setattr(launch, "facts", h200())
     device = Device("cuda", "sm_90", torch_device="cpu")
     return TritonAttention(spec, format_of(spec, device, "NHD", 16), device), launched
+
+
+def merging_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have backends that are made from here on cut small steps, too."""
+    monkeypatch.setattr(planning, "MERGE", 0)
+    monkeypatch.setattr(planning, "RATES", Rates(planning.RATES.item, planning.RATES.least))

@@ -26,10 +26,11 @@ from polyattn.selection.cache_format import format_of
 from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.dice import Dice
 from polyattn.workload.tolerance import tolerance_of
-from polyattn_triton import index, launch, mla, planning
+from polyattn_triton import index, launch, mla
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.functions.rows import table_asm
 from polyattn_triton.hopper import unpacking
+from pretending import merging_costs_nothing
 from ptx_on_host import run_ptx
 
 HOPPER = Device("cuda", "sm_90", torch_device="cpu")
@@ -159,7 +160,7 @@ def mostly_slow(names: Iterable[Any], *fast: Any) -> list[Any]:
 @pytest.mark.parametrize("name", mostly_slow(PREFILLS, "a window", "not causal"))
 def test_prefill(monkeypatch: pytest.MonkeyPatch, name: str, order: tuple[int, ...]) -> None:
     changes, (queries, lens), more = PREFILLS[name]
-    monkeypatch.setattr(planning, "HOPPER_RATES", planning.RATES)  # pieces of small steps, too
+    merging_costs_nothing(monkeypatch)
     way, kernels = run(PLAIN.replace(**changes), queries, lens, order=order, **more)
     assert kernels[0] == "prefill_hopper_kernel"
     assert (way == "pieces") is (len(kernels) == 2) is (name.partition(" ")[0] == "pieces")

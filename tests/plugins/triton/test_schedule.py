@@ -185,7 +185,7 @@ def test_whole_tiles_end_together_or_are_cut(keys: list[int], slots: int, rates:
         heapq.heappush(loads, heapq.heappop(loads) + keys[tile] + rates.item)
     mean = (sum(keys) + rates.item * len(keys)) / slots
     stretch = max(-(-mean // 1), rates.item + rates.least)
-    assert max(loads) <= max(EVEN * mean + 1, stretch + min(stretch, rates.merge))
+    assert max(loads) <= max(EVEN * mean + 1, stretch + rates.merge)
     device = fullest(np.array([keys[tile] + rates.item for tile in order]), 1, 1, slots)
     assert device == max(loads)
 
@@ -194,6 +194,21 @@ def test_a_short_prompt_is_not_cut() -> None:
     """What is worth one program isn't merged from two: 100 tokens are a key tile a tile of rows."""
     assert whole(np.array([1, 1, 1, 1, 2, 2]), 33, Rates()) is not None
     assert whole(np.array([3]), 33, Rates()) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "whole_ones"),
+    [([2] * 26, True), ([1, 3, 6], True), ([1, 3, 7], False), ([2] * 45, False)],
+)
+def test_few_tiles_have_a_program_each_unless_that_takes_longer_than_a_merge(
+    keys: list[int], whole_ones: bool
+) -> None:
+    """A share of 44 programs is three key tiles, the queries' with them; to merge costs four."""
+    tiles, rates = tiles_of(keys), Rates(1, 2, merge=4)
+    dealt = dealt_out(np.array(keys), 44, rates)
+    pieces = pieces_of(dealt, tiles, 44)
+    assert all(len(mine) == 1 for mine in pieces) is (dealt.parts == 1) is whole_ones
+    assert dealt.share == (max(keys) + 1 if whole_ones else dealt.share)
 
 
 def test_equal_tiles_are_cut_alike_or_not_at_all() -> None:

@@ -59,9 +59,10 @@ ONE_GROUP = (64, 128)
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
 """FlashAttention-3: bytes of the L2 for a group of one head; a larger group has a share of them, by the
 next power of two up to 16. Tiles of the most heads whose keys fit take turns."""
-ITEM, WORTH, MERGE = 1, 3, 6
-"""Blocks that a tile of TRITON_ATTN costs beside its own, that a program has at the least, and that it
-costs Hopper's own prefill at the most to merge what was cut."""
+ITEM, WORTH, UNMERGED, MERGE = 1, 3, 4, 6
+"""Blocks that a tile of TRITON_ATTN costs beside its own; that a program has at the least; by which the
+longest of few tiles may exceed a share, and the fullest of prefill's places its share, each of a
+processor's, before they are cut and merged."""
 SHORT, FEW_KEYS, LOW = 16, 1536, 16
 """Query tokens of short rows; keys of their tiles a processor, up to which TRITON_ATTN's are low; rows of
 a tile of which three programs run on a processor."""
@@ -71,19 +72,23 @@ L2_BYTES = 50 << 20
 """Of keys and values, beyond which stretches of tiles read each block from memory."""
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
-MERGING, FEW_PARTS, AT_ONCE = 4, 4, 16
-"""What a program that merges costs TRITON_ATTN, in the same. It has a row, or four of few parts; so many
-parts are read at once, the next ones after these."""
+MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
+"""What a program that merges costs TRITON_ATTN, in the same of heads of one element. It has a row, or
+four of few parts; so many parts are read at once, the next ones after these."""
+ALONE = 0.9
+"""The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4
 """Reads and writes of a token that it costs beside, if a group is one head: a tile's rows lie apart.
 So in FlashAttention-3, and in Hopper's prefill with wide heads."""
 PACKED = {16: 0.65, 64: 1.0, 128: 1.75}
 """FlashInfer's tiles of short rows: the time of each, of one of 64 rows. Two run on a processor."""
 PIECE, PAGE, PACKED_BEGIN = 128, 16, 4
-"""Keys that its pieces have at the least, and that it takes at a time; it cuts at pages, so many of which
-a piece costs beside its own."""
-READ, COPIED = 24, 2
-"""What merging costs FlashInfer, in reads and writes of a token: of a token that is cut; of another."""
+"""Keys that its pieces have at the least. It cuts at pages; a piece costs so many beside its own."""
+AT_A_TIME = {16: 128, 64: 128, 128: 64}
+"""Keys that its tiles take at a time, by their rows; the lowest twice as many of heads up to 64."""
+READ, COPIED, LAUNCHED = 24, 2, 16
+"""What merging costs FlashInfer, in reads and writes of a token: of a token that is cut; of another. And
+what it costs beside, in what it costs for each KV head."""
 
 
 class Step:
@@ -104,7 +109,7 @@ class Step:
     @cached_property
     def fresh(self) -> bool:
         """Whether each row sees only its own keys."""
-        return np.array_equal(self.queries, self.lens)
+        return bool((self.queries == self.lens).all())
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""
@@ -217,11 +222,13 @@ def _packed(step: Step, processors: int) -> Counts:
     merged, tokens = int(rows.most > 1), step.tokens
     if merged:
         tokens += READ * int(step.queries @ (rows.parts > 1)) + COPIED * step.tokens
-    on_one, block = 1 if rows.pieces * heads <= processors else 2, PIECE // PAGE
+    on_one = 1 if rows.pieces * heads <= processors else 2
+    block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
     share, last = ((-(-pages // block) * block) for pages in (rows.share, rows.last))
     ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
-    return ends.counts(area, spec.num_heads, merged, tokens, merged * rows.most)
+    launched = merged * (1 + LAUNCHED / heads)
+    return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)
 
 
 def _whole(step: Step, processors: int) -> Counts:
@@ -241,18 +248,19 @@ def _whole(step: Step, processors: int) -> Counts:
     block = WIDE if own and narrow else LOW_TILE
     units = step.tiles(group, WIDE, block)[2] + ITEM
     units[::-1].sort()
-    # Of heads of 64 the portable prefill has two programs on a processor, over pages.
-    places = processors if own or fresh or size > HOPPER[0] else 2 * processors
+    # Of heads of 64 the portable prefill has two programs on a processor.
+    on_one = 1 if own or size > HOPPER[0] else 2
+    places = on_one * processors
     slots, longest, area = max(1, places // heads), int(units[0]), processors * WIDE * block
     mean = total(units) / slots
     least = max(math.ceil(mean), WORTH)
-    limit = max(SLACK * mean + 1, least + min(least, MERGE * own))
+    limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
     kind = "chunked" if step.most <= SHORT else ""
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
-        ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE)
+        ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE, size)
         held = heads * total(step.lens) * 4 * size
         read = shares.length * block if held > L2_BYTES else 0
         tokens += rows / group
@@ -280,12 +288,13 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     slots = max(1, on_one * processors // step.spec.num_kv_heads)
     shares = Shares.of(units, largest(units), slots)
     fixed = LOW_TILE if narrow else (LOW_TILE + high) // 2  # rows that a block costs
-    waits, rows = shares.merging(high)
-    beside = (shares.begun + waits / 2) / step.spec.num_kv_heads
-    ends, tokens = at(shares.length), step.tokens + rows / group
-    return ends.counts(
-        processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, "short"
-    )
+    waits, rows = shares.merging(high, step.spec.head_size)
+    begun = shares.begun + (1 + waits * LOW_TILE / step.spec.head_size if waits else 0)
+    beside = begun / step.spec.num_kv_heads
+    alone = -(-total(units) // shares.length) * step.spec.num_kv_heads <= processors
+    ends, tokens = at(shares.length * (ALONE if alone else 1)), step.tokens + rows / group
+    kind = "low" if high == LOW else "short"
+    return ends.counts(processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, kind)
 
 
 class Shares(NamedTuple):
@@ -307,6 +316,8 @@ class Shares(NamedTuple):
         every, number = total(units), len(units)
         least, programs = max(-(-every // slots), WORTH), min(number, slots)
         length, parts = alike(number, longest, slots, least)
+        if number <= slots and longest <= least + UNMERGED:  # each has a program
+            return cls(longest, 1, 0, 1, programs)
         if length <= SLACK * every / slots + 1:  # all are taken for as long as the longest
             pieces = number * parts * (parts > 1)
             return cls(length, parts, pieces, -(-number // slots), programs)
@@ -317,15 +328,17 @@ class Shares(NamedTuple):
         parts = min(slots, (longest - 2) // least + 2)
         return cls(least, parts, pieces, begun, programs)
 
-    def merging(self, high: int) -> tuple[int, int]:
+    def merging(self, high: int, width: int) -> tuple[int, int]:
         """Return how often a program waits for parts, and what merging reads and writes, for a KV head.
 
-        The latter in rows of tokens. Tiles that aren't cut have programs, too. `high`: rows of a tile.
+        The latter in rows of tokens. Tiles that aren't cut have programs, too. `high`: rows of a tile,
+        `width`: of a head.
         """
         if self.parts == 1:
             return 0, 0
         programs = self.programs * high // (4 if self.parts <= FEW_PARTS else 1)
-        return -(-self.parts // AT_ONCE), SHORT_PARTIAL * self.pieces * high + MERGING * programs
+        rows = SHORT_PARTIAL * self.pieces * high + MERGING * programs // width
+        return -(-self.parts // AT_ONCE), rows
 
 
 HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart, "whole": _whole}
@@ -335,7 +348,7 @@ LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
 LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
-SWITCHES = dict.fromkeys(("whole", "cut"), ("short", "chunked"))
+SWITCHES = {"whole": ("low", "short", "chunked"), "cut": ("short", "chunked")}
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]

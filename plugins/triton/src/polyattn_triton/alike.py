@@ -65,7 +65,7 @@ LOW = 16
 59 us on an H100 in launches of three heights beside each other, of two 49."""
 START, MERGE, PART = 128, 768, 3
 """What cutting a prefill costs, in keys that one program reads meanwhile (80 a us): to begin a piece, to
-merge at all (`HOPPER_RATES`), and to write and read one part of 128 rows."""
+merge at all (`planning.MERGE`), and to write and read one part of 128 rows."""
 SIZES = np.array([m << e for e in range(6, 18) for m in range(8, 16) if (m << e) % 128 == 0])
 """Keys of a prefill's pieces, in eighths of powers of two. A request of which the chip could hold four
 takes powers of two alone, so that few classes are in a step."""

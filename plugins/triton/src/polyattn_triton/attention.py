@@ -48,7 +48,13 @@ from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
-from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
+from polyattn_triton.variants import (
+    FULL_REGISTERS,
+    decode_constants,
+    in_pairs,
+    paired,
+    prefill_constants,
+)
 
 Strides = tuple[int, ...]
 
@@ -57,11 +63,6 @@ UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
 FEW_IDS = 64
 """Ids of a choice up to which one warp names their pages."""
-
-FULL_REGISTERS = 128
-"""Registers of a thread, so that a Hopper multiprocessor holds four programs of decodes at a
-level, or two of prompts whose heads have up to `PAIRED` elements."""
-PAIRED, PAIRED_WARPS = 64, 8
 
 _pages = Launcher(chosen_pages_kernel)
 _turn = Launcher(turn_kernel)
@@ -341,8 +342,7 @@ class TritonAttention(AlikeAttention):
         )  # fmt: skip
         capped = self.spec.logit_soft_cap is not None  # such logits are small
         site = _site(prefill_kernel, strides, constants, config, packed, capped)
-        paired = self.spec.head_size <= PAIRED and config.num_warps == PAIRED_WARPS
-        if packed and paired and self.device.arch == "sm_90":
+        if packed and paired(self.spec, config) and self.device.arch == "sm_90":
             site.options["maxnreg"] = FULL_REGISTERS
         return site
 

@@ -76,15 +76,18 @@ from polyattn_triton.variants import (
     tile_config,
 )
 
-RATES = Rates(item=1, least=2)
-"""Key tiles that a tile of queries costs beside its own, and that are worth a program."""
+RATES = Rates(item=1, least=2, merge=4)
+"""Key tiles that a tile of queries costs beside its own, that are worth a program, and that it costs to
+merge. Of 127 short steps on an H200, those whose longest tile has up to 4 more than a share took 0.87 of
+the time uncut, those with 5 to 10 more 1.11."""
 LONG, LONG_KEYS = 15, 5120
 """Decodes over e4m3 are those of rows from LONG key tiles of a multiprocessor on, if a sequence has more
 keys than LONG_KEYS. H200, over the portable kernel's time: 4 x 8k 0.89, 16 x 4k 1.01, 8 x 2k 1.09. H100:
 1 x 8k 0.90, 2 x 5k 1.06, and with one KV head 12 x 6k 0.97, 1 x 128k 0.69."""
-HOPPER_RATES = replace(RATES, merge=6)
-"""And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
-tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
+MERGE = 6
+"""And for prefill, of each program that a multiprocessor holds. Of 214 prefills and chunks on an H200 by
+Hopper's own, whole tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6.
+Of 201 by the portable one, whole tiles took 0.73 of the time."""
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:
@@ -119,7 +122,9 @@ class PlannedAttention(AttentionBackend):
         self.places = self.num_sms * (PLACES if self.in_rows else 1)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
-        self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        # A captured step is merged anyway.
+        self.rates = replace(RATES, merge=0) if spec.graph_capture else RATES
+        self.most_few_rows = MOST_FEW_ROWS
         tallest = tallest_tile(spec, arch)
         self.tallest_few, self.in_one_tile = min(TALLEST_FEW, tallest), spec.gqa_ratio <= tallest
         self.most_few_keys = MOST_FEW_KEYS
@@ -127,7 +132,8 @@ class PlannedAttention(AttentionBackend):
         asked = current_settings().multi_block
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
         least = -(-(asked or 0) // self.few_config.block_n)
-        self.decode_rates = Rates(RATES.item, max(RATES.least, least))
+        merge = self.rates.merge if asked is None else 0
+        self.decode_rates = Rates(RATES.item, max(RATES.least, least), merge)
         self.chip = chip_of(self.places, spec.num_kv_heads, self.in_rows)
         self.on_one = 0  # a tuner's override of the plan
         self.rows = part_rows(spec, self.few_config, False)
@@ -388,9 +394,9 @@ class PlannedAttention(AttentionBackend):
 
     def _plan_whole(self, plan: AttentionPlan, tiles: Tiles, before: Tensor | None) -> bool:
         """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
-        heads = self.spec.num_kv_heads
-        slots = max(1, self._resident(plan) * self.num_sms // heads)
-        rates = HOPPER_RATES if plan.at_once else self.rates
+        heads, resident = self.spec.num_kv_heads, self._resident(plan)
+        slots = max(1, resident * self.num_sms // heads)
+        rates = replace(RATES, merge=MERGE * resident)
         order = whole(tiles.keys, slots, rates)
         if order is None:
             return False

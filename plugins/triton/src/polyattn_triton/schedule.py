@@ -46,7 +46,7 @@ class Rates:
     """What is known of a kernel, in key tiles.
 
     `item`: what a tile of rows costs beside its keys. `least`: what is worth a program of its own.
-    `merge`: what it costs at the most that a second kernel merges what was cut.
+    `merge`: what it costs that a second kernel merges what was cut.
     """
 
     item: int = 1
@@ -246,11 +246,14 @@ def launches_of(ends: Ints, room: int) -> list[Ints]:
 def stretches(line: Line, programs: int, rates: Rates) -> Stretches:
     """Give each program a share of a line with a tile at least.
 
-    Tiles of about one length are cut alike, or not at all; others wherever a share ends.
+    Tiles of about one length are cut alike, or not at all; others wherever a share ends. Tiles that are
+    no more than programs have one each, if the longest costs no more than a share and a merge.
     """
     count, item = len(line.ends) - 1, rates.item
     total, longest = line.total, line.longest
     share = max(-(-total // programs), item + rates.least)
+    if rates.merge and count <= programs and longest <= share + rates.merge:
+        return Stretches(_upto(count + 1) * longest, count * longest, longest, item, programs, 1)
     alike = _alike(count, longest, programs, share, total)
     if alike is not None:
         share, each = alike
@@ -370,12 +373,12 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     """Return the order, longest first, in which tiles are dealt out uncut, if that is the shorter.
 
     `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean,
-    and more than stretches, merged: that costs as much again where these are short.
+    and more than stretches, merged.
     """
     count = len(keys)
     mean = (int(keys.sum()) + rates.item * count) / slots
     share = max(math.ceil(mean), rates.item + rates.least)
-    most = max(EVEN * mean + 1, share + min(share, rates.merge))
+    most = max(EVEN * mean + 1, share + rates.merge)
     if int(keys.max()) + rates.item > most:
         return None
     order = np.argsort(-keys, kind="stable")

@@ -36,6 +36,10 @@ MAX_MERGED_BY_ONE = 2048
 """Outputs of a group above which one program would be too slow to merge their splits."""
 HIGH_ON_ONE = 2
 """And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
+FULL_REGISTERS = 128
+"""Registers of a thread, so that a Hopper multiprocessor holds four programs of decodes at a
+level, or two of prompts whose heads have up to `PAIRED` elements."""
+PAIRED, PAIRED_WARPS = 64, 8
 LEAST_BUSY = 0.8
 """Of the chip, while equal programs run that don't fit on it at once: else they are cut to stretches."""
 MOST_FEW_ROWS = 64
@@ -288,10 +292,15 @@ def tiled(way: str) -> bool:
     return way not in ("listed", "many")
 
 
+def paired(spec: LayerSpec, config: Config) -> bool:
+    """Whether two programs of prompts run on a multiprocessor of Hopper's, of `FULL_REGISTERS` each."""
+    return spec.head_size <= PAIRED and config.num_warps == PAIRED_WARPS
+
+
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
     if config.num_warps > 4:
-        return 1
+        return HIGH_ON_ONE if paired(spec, config) else 1
     if way in ("prefill", "pieces"):
         return 2
     wide = power(max(spec.head_size, spec.v_head_size)) > 128
