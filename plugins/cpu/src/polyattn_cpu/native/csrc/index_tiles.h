@@ -96,8 +96,7 @@ struct IndexQuery<e4m3, TileEngine> {
 // folded, and a later step's keys are converted and those of the next group asked for. All that a step touches, and
 // what streams through, must stay in the first cache: a second place for the sums made it a third slower.
 //
-// SIZE: of a key, where the compiler knows it, else 0. Of 128 all addresses are constants, as instructions are what
-// runs out.
+// SIZE: of a key, where the compiler knows it, else 0. Of 128 the products are written out, and addresses are constants.
 template <class Of, class T, int KT, int SIZE>
 struct IndexProducts {
   static constexpr int HT = 4 / KT, STEP = KT * 16;  // keys
