@@ -19,40 +19,11 @@ IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
   return sight;
 }
 
-int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room) {
-  if (n <= count) return n;
-  if (count <= 0) return 0;
-  // Those whose leading bits alone decide are counted; the others are few, and are compared.
-  int32_t left = n, rank = count, shift = 64 - DIGIT;
-  std::copy(numbers, numbers + n, room);
-  for (; left > 8 * DIGIT && shift > 0; shift -= DIGIT) {
-    int32_t bins[1 << DIGIT] = {}, bin = 1 << DIGIT;
-    const auto digit = [shift](uint64_t x) { return (int32_t)(x >> shift) & ((1 << DIGIT) - 1); };
-    for (int32_t i = 0; i < left; i++) bins[digit(room[i])]++;
-    while (rank > bins[--bin]) rank -= bins[bin];
-    int32_t some = 0;
-    for (int32_t i = 0; i < left; i++) {
-      room[some] = room[i];
-      some += digit(room[i]) == bin;
-    }
-    left = some;
-  }
-  std::nth_element(room, room + (left - rank), room + left);
-  const uint64_t least = room[left - rank];
-  int32_t place = 0;
-  for (int32_t i = 0; i < n; i++) {  // each is written, as which one stays is hard to predict
-    const uint64_t each = numbers[i];
-    numbers[place] = each;
-    place += each >= least;
-  }
-  return place;
-}
-
-void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n) {
+void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const int32_t *ids, int32_t n) {
   const pa_index &x = *run->index;
   int32_t *out = x.out + (int64_t)row * x.width;
-  int32_t at = 0;
-  for (; at < n; at++) out[at] = (int32_t)~(uint32_t)numbers[at];
+  int32_t at = n;
+  std::copy(ids, ids + n, out);
   if (sight.tail >= 0) out[at++] = sight.tail;
   std::fill(out + at, out + x.width, -1);
 }
@@ -89,6 +60,36 @@ void score(void *context, Turn *turn) {
   run->kernels->index_item(run, run->items[turn->index], turn->scratch);
 }
 
+// Keeps the `count` largest of n numbers, in their order; `room` holds n. Returns how many there are.
+int32_t keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room) {
+  if (n <= count) return n;
+  if (count <= 0) return 0;
+  // Those whose leading bits alone decide are counted; the others are few, and are compared.
+  int32_t left = n, rank = count, shift = 64 - DIGIT;
+  std::copy(numbers, numbers + n, room);
+  for (; left > 8 * DIGIT && shift > 0; shift -= DIGIT) {
+    int32_t bins[1 << DIGIT] = {}, bin = 1 << DIGIT;
+    const auto digit = [shift](uint64_t x) { return (int32_t)(x >> shift) & ((1 << DIGIT) - 1); };
+    for (int32_t i = 0; i < left; i++) bins[digit(room[i])]++;
+    while (rank > bins[--bin]) rank -= bins[bin];
+    int32_t some = 0;
+    for (int32_t i = 0; i < left; i++) {
+      room[some] = room[i];
+      some += digit(room[i]) == bin;
+    }
+    left = some;
+  }
+  std::nth_element(room, room + (left - rank), room + left);
+  const uint64_t least = room[left - rank];
+  int32_t place = 0;
+  for (int32_t i = 0; i < n; i++) {  // each is written, as which one stays is hard to predict
+    const uint64_t each = numbers[i];
+    numbers[place] = each;
+    place += each >= least;
+  }
+  return place;
+}
+
 // The best of the parts of some tokens.
 void merge(void *context, Turn *turn) {
   const IndexRun *run = (const IndexRun *)context;
@@ -105,8 +106,10 @@ void merge(void *context, Turn *turn) {
     }
     const int32_t token = i / x.choices;
     const IndexSight sight = pa_index_sight(run, first->seq, first->position + token);
-    n = pa_keep_best(all, n, sight.count, room);
-    pa_write_choice(run, first->token * x.choices + i, sight, all, n);
+    n = keep_best(all, n, sight.count, room);
+    int32_t *ids = (int32_t *)room;
+    for (int32_t j = 0; j < n; j++) ids[j] = (int32_t)~(uint32_t)all[j];
+    pa_write_choice(run, first->token * x.choices + i, sight, ids, n);
   }
 }
 

@@ -75,7 +75,8 @@ struct Index {
   uint32_t *packed, *keys;
   const char **at, **scale_at;  // of the tile's keys, then of the next tile's
   int32_t *ids;
-  uint64_t *numbers;
+  uint32_t *ranks;  // [choice][room]
+  int32_t *found;
   Ranked *ranked;
   uint8_t *held, *any_held;  // of each row of `within`; of all
 
@@ -101,7 +102,8 @@ struct Index {
     at = arena.take<const char *>(2 * INDEX_TILE + W);
     scale_at = arena.take<const char *>(2 * INDEX_TILE);
     ids = arena.take<int32_t>(2 * INDEX_TILE);
-    numbers = arena.take<uint64_t>((int64_t)(choices + 1) * room);
+    ranks = arena.take<uint32_t>((int64_t)choices * room);
+    found = arena.take<int32_t>((int64_t)choices * room);
     ranked = arena.take<Ranked>(choices);
     held = arena.take<uint8_t>((int64_t)(choices + 1) * blocks);
     any_held = held + (int64_t)choices * blocks;
@@ -166,7 +168,7 @@ struct Index {
   void begin() {
     for (int i = 0; i < item.tokens * x.choices; i++) {
       const IndexSight sight = pa_index_sight(run, item.seq, item.position + i / x.choices);
-      ranked[i] = {numbers + (int64_t)i * room, NULL, sight, 0, -1, 0.0f, NAN};
+      ranked[i] = {ranks + (int64_t)i * room, found + (int64_t)i * room, NULL, sight, 0, -1, 0.0f, NAN};
     }
     if (x.within) take_held(item.to);
     take_weights();
@@ -273,7 +275,7 @@ struct Index {
   void add(Ranked &r, int32_t id, float score) {
     const bool forced = is_forced(r, id);
     if (!forced && score <= r.floor) return;
-    r.numbers[r.count++] = pa_candidate(forced ? 0xffffffffu : ranks_of(splat(score))[0], id);
+    r.put(forced ? 0xffffffffu : ranks_of(splat(score))[0], id);
   }
   // Entries [id, id + n) are candidates of their own.
   void add_entries(Ranked &r, int32_t id, const float *score, int n) {
@@ -286,30 +288,7 @@ struct Index {
     for (int i = 0; i < n; i += W) {
       const vf some = read<vf>(score + i);
       const uint32_t good = lanes_of(~(vi)(some <= splat(r.floor)) & (vi)(place < splati(n - i)));
-#if defined(__AVX512F__)
-      const __m512i rank = _mm512_maskz_compress_epi32(good, (__m512i)ranks_of(some));
-      const __m512i name = _mm512_maskz_compress_epi32(good, (__m512i)~(place + splati(id + i)));
-      const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-      write(r.numbers + r.count, _mm512_permutex2var_epi32(name, first, rank));  // what isn't good is written over
-      write(r.numbers + r.count + 8, _mm512_permutex2var_epi32(name, _mm512_add_epi32(first, _mm512_set1_epi32(8)), rank));
-      r.count += __builtin_popcount(good);
-#elif PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
-      const __m256i rank = lanes_together((__m256i)ranks_of(some), good);
-      const __m256i name = lanes_together((__m256i)~(place + splati(id + i)), good);
-      const __m256i even = _mm256_unpacklo_epi32(name, rank), odd = _mm256_unpackhi_epi32(name, rank);
-      write(r.numbers + r.count, _mm256_permute2x128_si256(even, odd, 0x20));  // what isn't good is written over
-      write(r.numbers + r.count + 4, _mm256_permute2x128_si256(even, odd, 0x31));
-      r.count += __builtin_popcount(good);
-#else
-      if (!good) continue;
-      uint32_t rank[W];
-      write(rank, ranks_of(some));
-      PA_UNROLLED
-      for (int j = 0; j < W; j++) {  // each is written; what isn't good is written over
-        r.numbers[r.count] = pa_candidate(rank[j], id + i + j);
-        r.count += good >> j & 1;
-      }
-#endif
+      r.put_some(good, ranks_of(some), place + splati(id + i));
     }
   }
   void end_candidate(Ranked &r) {
@@ -339,7 +318,7 @@ struct Index {
   // Entries [id, id + n), of one block of `within`.
   void rank_some(Ranked &r, int32_t id, const float *score, int n) {
     if (x.within && !r.held[id / x.within_block]) return;
-    if (r.count + n + W > room) r.shorten(numbers + (int64_t)item.tokens * x.choices * room);
+    if (r.count + n + W > room) r.shorten();
     n = pa_min(n, r.sight.visible - id);
     if (n <= 0) return;
     if (x.pool > 1) return add_pooled(r, id, score, n);
@@ -362,15 +341,14 @@ struct Index {
     for (int i = 0; i < item.tokens * x.choices; i++) {
       Ranked &r = ranked[i];
       end_candidate(r);
-      uint64_t *spare = numbers + (int64_t)item.tokens * x.choices * room;
-      r.count = pa_keep_best(r.numbers, r.count, r.sight.count, spare);
+      r.end();
       if (item.part < 0) {
-        pa_write_choice(run, item.token * x.choices + i, r.sight, r.numbers, r.count);
+        pa_write_choice(run, item.token * x.choices + i, r.sight, r.ids, r.count);
         continue;
       }
       uint64_t *to = run->parts + item.part * run->part_words + (int64_t)i * (1 + run->most);
       to[0] = (uint64_t)r.count;
-      __builtin_memcpy(to + 1, r.numbers, 8L * r.count);
+      for (int32_t j = 0; j < r.count; j++) to[1 + j] = pa_candidate(r.ranks[j], r.ids[j]);
     }
   }
 

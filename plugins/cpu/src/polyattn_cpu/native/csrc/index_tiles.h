@@ -31,10 +31,22 @@ struct TileKey<e4m3> {
       const vf part = part_256(some);
       write(to + d / 32 * TILE_WORDS + d % 32 / 2, __builtin_convertvector((vu)part >> 16, vh));
     }
-    if (size != APART) return;
-    const vu a = read<vu>(to), b = read<vu>(to + TILE_WORDS);
-    write(to, halves_of(a, b, 0));
-    write(to + TILE_WORDS, halves_of(a, b, 1));
+  }
+  // Of a line that has been taken: its zeros, subnormals and NaN.
+  static PA_NOINLINE void mend(const e4m3 *from, uint32_t *to) {
+    alignas(64) static constexpr uint16_t RARE[32] = {
+        0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860, 0, 0, 0, 0, 0, 0, 0, 0,
+        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x7fc0};  // by the bits below the exponent's upper two
+    const auto half = [](__m512i upper, uint32_t *to) {
+      const __m512i size = _mm512_and_si512(upper, _mm512_set1_epi16(0x7f00)), sign = _mm512_set1_epi16((short)0x8000);
+      const __m512i place = _mm512_add_epi16(_mm512_add_epi16(size, size), _mm512_set1_epi16((short)0xf000));
+      const __mmask32 rare = _mm512_cmpge_epu16_mask(place, _mm512_set1_epi16((short)0xee00));
+      const __m512i some = _mm512_permutexvar_epi16(_mm512_srli_epi16(upper, 8), _mm512_load_si512(RARE));
+      _mm512_mask_storeu_epi16(to, rare, _mm512_or_si512(some, _mm512_and_si512(upper, sign)));
+    };
+    const __m512i x = _mm512_loadu_si512(from);
+    half(_mm512_slli_epi16(x, 8), to);
+    half(x, to + TILE_WORDS);
   }
   // Bytes and words of these. A compiler that knew them would make them again for each key, by the port that is busy.
   static PA_ALWAYS __m512i splat_bits(uint32_t bits) {
@@ -62,11 +74,11 @@ struct TileKey<e4m3> {
     int d = 0;
     for (; d + 128 <= size; d += 128, to += 4 * TILE_WORDS) {
       if (are_usual(_mm512_max_epu8(line(from + d, to), line(from + d + 64, to + 2 * TILE_WORDS)))) continue;
-      any(from + d, to, 64);
-      any(from + d + 64, to + 2 * TILE_WORDS, 64);
+      mend(from + d, to);
+      mend(from + d + 64, to + 2 * TILE_WORDS);
     }
     for (; d + 64 <= size; d += 64, to += 2 * TILE_WORDS) {
-      if (!are_usual(line(from + d, to))) any(from + d, to, 64);
+      if (!are_usual(line(from + d, to))) mend(from + d, to);
     }
     if (d < size) any(from + d, to, size - d);
   }
@@ -80,145 +92,172 @@ struct IndexQuery<e4m3, TileEngine> {
   }
 };
 
-// KT tile registers of keys with HT of heads at a time. A step's sums are folded beside the next one's products, its
-// successor's keys are converted there, and those of the next group are asked for. All that a step touches, and what
-// streams through, must stay in the first cache: a second place for the sums made it a third slower.
-template <class Of, class T, int KT>
+// KT tile registers of keys with HT of heads at a time. Beside a visit's products the sums of the visit before are
+// folded, and a later step's keys are converted and those of the next group asked for. All that a step touches, and
+// what streams through, must stay in the first cache: a second place for the sums made it a third slower.
+//
+// SIZE: of a key, where the compiler knows it, else 0. Of 128 the products are written out, and addresses are constants.
+template <class Of, class T, int KT, int SIZE>
 struct IndexProducts {
   static constexpr int HT = 4 / KT, STEP = KT * 16;  // keys
-  static constexpr int LINES = 2 * KT * (int)sizeof(T);  // that are asked for beside a product
+  static_assert(SIZE == 0 || SIZE == 128, "the products are written out");
   // Keys that are scored together: where they lie, and their scores' factors.
   struct Group {
     Keys runs[INDEX_TILE + 1];  // behind the last one, one of none
     int count;
     float factors[INDEX_TILE + W];
   };
+  // What is left of some runs.
+  struct Cursor {
+    const Keys *run;
+    const char *at;
+    int here;  // keys of the run
+
+    void start(const Keys *first) {
+      run = first;
+      at = first->at;
+      here = first->count;
+    }
+    // Goes on by keys of one run, `most` of them at most. Returns how many.
+    int pass(int most, int bytes) {
+      const int count = pa_min(most, here);
+      at += count * bytes;
+      here -= count;
+      if (!here && run->count) start(run + 1);
+      return count;
+    }
+  };
+  // A step's keys, one after another; keys, one after another, that are asked for; and where images go.
+  struct Next {
+    const char *from, *asked;
+    uint32_t *to;
+  };
   Of &of;
-  const int panels, depth, block;  // of a token; tile registers of a key; keys that are converted at a time
-  float *const partial;            // [STEP][W]
-  Group groups[3];                 // to be ranked, multiplied and converted
+  const int panels, depth, block, bytes;  // of a token; tile registers of a key; keys converted at a time; of a key
+  const vf floor;
+  float *const partial;                   // [STEP][W]
+  char *const room;                       // of a step's keys
+  const float *weights;                   // of what is folded
+  __mmask16 more = 0;                     // 0: it is of a token's first panel
+  Cursor source, later;
+  Group groups[3];                        // to be ranked, multiplied and converted
 
   explicit IndexProducts(Of &of)
       : of(of), panels(of.rows / (HT * W)), depth(of.is.k / 16), block(of.item.tokens > 1 ? 64 : STEP),
-        partial(of.s + 4 * TILE_WORDS) {}
+        bytes(of.x.head_size * (int)sizeof(T)), floor(splat(of.x.relu ? 0.0f : -INFINITY)),
+        partial(of.s + 4 * TILE_WORDS), room((char *)(of.keys + 2 * block * depth * 16)), weights(of.weights) {}
 
-  // What the vector units do beside a product. SIZE: of a key, where the compiler knows it, else 0.
-  template <int SIZE>
-  struct Beside {
+  PA_ALWAYS static void fold_key(const vf *weight, vf floor, __mmask16 more, const float *sums, float *to) {
+    vf sum = (vf)_mm512_maskz_loadu_ps(more, to);
+    PA_UNROLLED
+    for (int i = 0; i < HT; i++) sum += vmax(floor, loadf(sums + KT * i * TILE_WORDS)) * weight[i];
+    write(to, sum);
+  }
+  PA_ALWAYS void take_weights(vf *to) const {
+    PA_UNROLLED
+    for (int i = 0; i < HT; i++) to[i] = loadf(weights + i * W);
+  }
+  PA_NOINLINE void fold_all() const {
+    vf weight[HT];
+    take_weights(weight);
+    for (int i = 0; i < STEP; i++) fold_key(weight, floor, more, of.s + i * W, partial + i * W);
+  }
+  PA_ALWAYS static uint32_t *image_of(uint32_t *to, int key, int depth) {
+    return to + key / 16 * depth * TILE_WORDS + key % 16 * 16;
+  }
+  PA_NOINLINE void convert_all(const Next &next) const {
     const TileKey<T> form;
-    const vf floor;
-    const float *const sums;        // of one panel: [head / 16][key][head]
-    float *const partial;
-    const int size_, image;         // of a key; words of 16 keys' images
-    // What is folded: the panel's weights, and the next key.
-    vf weight[HT] = {};
-    __mmask16 more = 0;             // not of a token's first panel
-    int key = 0;
-    // Keys that are converted: `here` of a run from `from` on. `turn` counts from below 0, where it waits, to `count`.
-    const Keys *run = NULL;
-    const char *from = NULL;
-    int here = 0, turn = 0, count = 0;
-    uint32_t *to = NULL;
-    // Lines that are asked for: the rest of a run.
-    const Keys *asked = NULL;
-    const char *line = NULL, *end = NULL;
-
-    PA_ALWAYS int size() const { return SIZE ? SIZE : size_; }
-    PA_ALWAYS int depth() const { return SIZE ? SIZE / 32 : image / TILE_WORDS; }
-    PA_ALWAYS int image_words() const { return depth() * TILE_WORDS; }
-    PA_ALWAYS int bytes() const { return size() * (int)sizeof(T); }
-    PA_ALWAYS void fold_key() {
-      vf sum = (vf)_mm512_maskz_loadu_ps(more, partial + key * W);
-      PA_UNROLLED
-      for (int i = 0; i < HT; i++) sum += vmax(floor, loadf(sums + key * W + KT * i * TILE_WORDS)) * weight[i];
-      write(partial + key * W, sum);
-      key++;
+    for (int i = 0; i < STEP; i++) {
+      form.take((const T *)(next.from + i * bytes), image_of(next.to, i, depth), of.x.head_size);
     }
-    PA_ALWAYS void fold_rest() {
-      while (key < STEP) fold_key();
-    }
-    PA_ALWAYS void convert_from(const Keys *first) {
-      run = first;
-      from = first->at;
-      here = first->count;
-    }
-    // Keys for images at `where`, beside the products from the `wait`th on.
-    PA_ALWAYS void convert_to(uint32_t *where, int keys, int wait) {
-      to = where;
-      count = keys;
-      turn = -wait;
-    }
-    PA_ALWAYS void convert() {
-      form.take((const T *)from, to, size());
-      to += 16;
-      if ((++turn & 15) == 0) to += image_words() - TILE_WORDS;
-      from += bytes();
-      if (--here == 0) convert_from(run + 1);
-    }
-    PA_ALWAYS void convert_rest() {
-      for (turn = pa_max(turn, 0); turn < count;) convert();
-    }
-    PA_ALWAYS void ask_from(const Keys *first) {
-      asked = first;
-      line = first->at;
-      end = line + (int64_t)first->count * bytes();
-    }
-    PA_ALWAYS void operator()() {
-      PA_UNROLLED
-      for (int i = 0; i < KT; i++) {
-        if (SIZE == 128 || key < STEP) fold_key();
+  }
+  // The next step's `count` keys, and the keys that are then asked for.
+  Next next_step(uint32_t *to, int count) {
+    Next next = {source.at, later.at, to};
+    if (count < STEP || source.here < STEP) {
+      next.from = room;
+      for (int i = 0, some; i < count; i += some) {
+        const char *from = source.at;
+        some = source.pass(count - i, bytes);
+        __builtin_memcpy(room + i * bytes, from, (int64_t)some * bytes);
       }
-      if (line < end) {
-        PA_UNROLLED
-        for (int i = 0; i < LINES; i++) prefetch_l2_here(line + 64 * i);
-        line += 64 * LINES;
-        if (line >= end) ask_from(asked + 1);
-      }
-      PA_UNROLLED
-      for (int i = 0; i < KT; i++) {
-        if (turn < 0) {
-          turn++;
-          break;
-        }
-        if (turn < count) convert();
-      }
+    } else {
+      source.pass(STEP, bytes);
     }
-  };
+    if (SIZE && later.here >= STEP) {
+      later.pass(STEP, bytes);
+      return next;
+    }
+    next.asked = room;
+    for (int i = 0, some; i < STEP; i += some) {
+      const char *line = later.at;
+      some = later.pass(STEP - i, bytes);
+      if (!some) break;
+      for (int b = 0; b < some * bytes; b += 64) prefetch_l2_here(line + b);
+    }
+    return next;
+  }
 
   // Of a step's keys and a panel's heads: the products of their images.
-  template <class Beside>
-  PA_ALWAYS void multiply(const uint32_t *k, const uint32_t *q, float *to, Beside &beside) const {
-    const int64_t image = beside.image_words();
-    zero_sums();
-    PA_UNROLLED
-    for (int i = 0; i < beside.depth(); i++, k += TILE_WORDS, q += TILE_WORDS) {
-      _tile_loadd(4, k, 64);
-      _tile_loadd(6, q, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      beside();
-      if (KT == 1) {
-        _tile_loadd(7, q + image, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        beside();
-        _tile_loadd(6, q + 2 * image, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        beside();
-        _tile_loadd(7, q + 3 * image, 64);
-        _tile_dpbf16ps(3, 4, 7);
-        beside();
-      } else {
-        _tile_loadd(5, k + image, 64);
-        _tile_dpbf16ps(1, 5, 6);
-        beside();
-        _tile_loadd(7, q + image, 64);
-        _tile_dpbf16ps(2, 4, 7);
-        beside();
-        _tile_dpbf16ps(3, 5, 7);
-        beside();
+  template <bool CONVERTS>
+  PA_NOINLINE void multiply(const uint32_t *k, const uint32_t *q, const Next &next) const {
+    const int64_t image = SIZE ? SIZE / 32 * TILE_WORDS : depth * TILE_WORDS;
+    const TileKey<T> form;
+    const vf lowest = floor;
+    const __mmask16 more = this->more;
+    const float *const s = of.s;
+    float *const to = partial;
+    vf weight[HT];
+    take_weights(weight);
+    if (!SIZE) fold_all();
+    if (!SIZE && CONVERTS) convert_all(next);
+    const auto beside = [&](int product) __attribute__((always_inline)) {
+      PA_UNROLLED
+      for (int key = KT * product; SIZE && key < KT * (product + 1); key++) {
+        fold_key(weight, lowest, more, s + key * W, to + key * W);
+        if (!CONVERTS) continue;
+        constexpr int BYTES = SIZE * (int)sizeof(T);
+        PA_UNROLLED
+        for (int b = 0; b < BYTES; b += 64) prefetch_l2_here(next.asked + key * BYTES + b);
+        form.take((const T *)(next.from + key * BYTES), image_of(next.to, key, SIZE / 32), SIZE);
       }
+    };
+    const auto multiply_at = [&](int i) __attribute__((always_inline)) {
+      const uint32_t *a = k + i * TILE_WORDS, *b = q + i * TILE_WORDS;
+      _tile_loadd(4, a, 64);
+      _tile_loadd(6, b, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      beside(4 * i);
+      if (KT == 1) {
+        _tile_loadd(7, b + image, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        beside(4 * i + 1);
+        _tile_loadd(6, b + 2 * image, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        beside(4 * i + 2);
+        _tile_loadd(7, b + 3 * image, 64);
+        _tile_dpbf16ps(3, 4, 7);
+      } else {
+        _tile_loadd(5, a + image, 64);
+        _tile_dpbf16ps(1, 5, 6);
+        beside(4 * i + 1);
+        _tile_loadd(7, b + image, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        beside(4 * i + 2);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      beside(4 * i + 3);
+    };
+    zero_sums();
+    if (SIZE) {
+      multiply_at(0);
+      multiply_at(1);
+      multiply_at(2);
+      multiply_at(3);
+    } else {
+      for (int i = 0; i < depth; i++) multiply_at(i);
     }
-    beside.fold_rest();
-    put_sums(to, TILE_WORDS, 2 * TILE_WORDS);
+    put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
   }
 
   // The next ones; false where the table points outside the cache.
@@ -274,12 +313,10 @@ struct IndexProducts {
     }
   }
 
-  // All keys, a group after another. What is folded is of the panel before, which may be the last group's.
-  template <int SIZE>
+  // All keys, a group after another. What is folded is of the visit before, which may be the last group's.
   PA_NOINLINE bool choose(float by) {
     const int tokens = of.item.tokens;
-    const int64_t image = depth * TILE_WORDS, panel_words = HT * image, block_words = block * depth * 16;
-    Beside<SIZE> beside = {{}, splat(of.x.relu ? 0.0f : -INFINITY), of.s, partial, of.x.head_size, (int)image};
+    const int64_t panel_words = HT * depth * TILE_WORDS, block_words = block * depth * 16;
     int32_t entry = of.item.from;
     const Group *folded = NULL;
     int token = 0, t = 0, panel = 0, turn = 0;  // of what is folded; of the block in use
@@ -289,43 +326,51 @@ struct IndexProducts {
       if (token == tokens - 1 && t + STEP >= folded->count) rank(*folded);
     };
     if (!find(entry, groups[0])) return false;
-    beside.convert_from(groups->runs);
-    beside.convert_to(of.keys, pa_min(block, groups->count), 0);
-    beside.convert_rest();
+    source.start(groups->runs);
+    later = source;
+    const auto convert = [&](uint32_t *to, int left) {
+      for (; left > 0; left -= STEP, to += KT * depth * TILE_WORDS) convert_all(next_step(to, pa_min(STEP, left)));
+    };
+    convert(of.keys, pa_min(block, groups->count));
     by /= TileKey<T>::FACTOR;
     for (int g = 0; groups[g].count > 0; g = (g + 1) % 3) {
       Group &group = groups[g], &next = groups[(g + 1) % 3];
       if (!find(entry, next)) return false;
       take_factors(group, by);
-      beside.ask_from(next.runs);
+      later.start(next.runs);
       for (int from = 0; from < group.count; from += block, turn ^= 1) {
-        const int later = from + block;
-        uint32_t *keys = of.keys + turn * block_words;
-        if (later >= group.count) beside.convert_from(next.runs);
-        beside.convert_to(of.keys + (turn ^ 1) * block_words,
-                          pa_min(block, later < group.count ? group.count - later : next.count),
-                          pa_max(0, 4 * depth * panels * tokens * (block / STEP) - block));
-        if (of.x.scaled) turn_signs(group.factors + from, keys);
+        const uint32_t *keys = of.keys + turn * block_words;
+        uint32_t *to = of.keys + (turn ^ 1) * block_words;
+        const int here = pa_min(block, group.count - from), behind = group.count - from - here;
+        if (!behind) source.start(next.runs);
+        int left = pa_min(block, behind ? behind : next.count);            // keys to convert
+        int visits = tokens * panels * ((here + STEP - 1) / STEP);
+        if (of.x.scaled) turn_signs(group.factors + from, of.keys + turn * block_words);
         for (int i = 0; i < tokens; i++) {
-          for (int step = 0; step < block && from + step < group.count; step += STEP) {
+          for (int step = 0; step < here; step += STEP) {
             for (int p = 0; p < panels; p++) {
-              multiply(keys + step * depth * 16, of.packed + (i * panels + p) * panel_words, of.s, beside);
+              const uint32_t *k = keys + step * depth * 16, *q = of.packed + (i * panels + p) * panel_words;
+              if (STEP * visits-- <= left + STEP - 1) {
+                multiply<true>(k, q, next_step(to, pa_min(STEP, left)));
+                left -= STEP;
+                to += KT * depth * TILE_WORDS;
+              } else {
+                multiply<false>(k, q, Next());
+              }
               end_fold();
               folded = &group;
               token = i;
               t = from + step;
               panel = p;
-              beside.more = p ? 0xffff : 0;
-              beside.key = 0;
-              PA_UNROLLED
-              for (int v = 0; v < HT; v++) beside.weight[v] = loadf(of.weights + i * of.rows + (HT * p + v) * W);
+              more = p ? 0xffff : 0;
+              weights = of.weights + i * of.rows + HT * p * W;
             }
           }
         }
-        beside.convert_rest();
+        convert(to, left);
       }
     }
-    beside.fold_rest();
+    fold_all();
     end_fold();
     return true;
   }
@@ -334,8 +379,9 @@ struct IndexProducts {
 template <class T>
 static bool choose_by_registers(Index<T, TileEngine> &of, float by) {
   const auto by_shape = [&](auto keys) {
-    IndexProducts<Index<T, TileEngine>, T, keys()> products(of);
-    return of.x.head_size == 128 ? products.template choose<128>(by) : products.template choose<0>(by);
+    using Of = Index<T, TileEngine>;
+    if (of.x.head_size == 128) return IndexProducts<Of, T, keys(), 128>(of).choose(by);
+    return IndexProducts<Of, T, keys(), 0>(of).choose(by);
   };
   return of.rows % (4 * W) ? by_shape(std::integral_constant<int, 2>()) : by_shape(std::integral_constant<int, 1>());
 }

@@ -85,14 +85,12 @@ IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position);
 static inline uint64_t pa_candidate(uint32_t rank, int32_t id) {
   return (uint64_t)rank << 32 | (uint32_t)~id;
 }
-// Keeps the `count` largest of n numbers, in their order; `room` holds n. Returns how many there are.
-int32_t pa_keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room);
 // Writes the pages of a choice's row, which is a token's for a KV head, and returns how many entries it has; `room`
 // of `pa_row_room` bytes.
 int32_t pa_write_row(const pa_chosen *chosen, int64_t row, char *room);
 static inline int64_t pa_row_room(const pa_chosen *chosen) { return 8L * chosen->width + 64; }
 // Ends a row: writes the ids of its candidates.
-void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const uint64_t *numbers, int32_t n);
+void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const int32_t *ids, int32_t n);
 
 struct KernelTable {
   const char *name;

@@ -6,54 +6,88 @@ PA_INLINE vu ranks_of(vf score) {
   return bits ^ ((vu)((vi)bits >> 31) | 0x80000000u);
 }
 
-// Keeps, in their order, the numbers from some rank on: `count` of n and few more. Returns that rank, or 0 where those
-// would be too many, as of equal scores.
-static uint32_t keep_about(uint64_t *numbers, int32_t &n, int32_t count) {
-  constexpr int BINS = 1024;
-  const auto rank_of = [&](int32_t i) { return (uint32_t)(numbers[i] >> 32); };
-  uint32_t least = ~0u, most = 0;
-  for (int32_t i = 0; i < n; i++) {
-    least = rank_of(i) < least ? rank_of(i) : least;
-    most = rank_of(i) > most ? rank_of(i) : most;
-  }
-  int shift = 0;
-  while ((most - least) >> shift >= BINS) shift++;
-  int32_t bins[BINS] = {}, bin = BINS, more = -count;
-  for (int32_t i = 0; i < n; i++) bins[(rank_of(i) - least) >> shift]++;
-  while (more < 0) more += bins[--bin];
-  if (more > (n - count) / 2) return 0;
-  const uint32_t from = least + ((uint32_t)bin << shift);
-  int32_t place = 0;
-  for (int32_t i = 0; i < n; i++) {  // each is written, as which one stays is hard to predict
-    const uint64_t each = numbers[i];
-    numbers[place] = each;
-    place += (uint32_t)(each >> 32) >= from;
-  }
-  n = place;
-  return from;
-}
-
 // One token's choice among what was ranked so far.
 struct Ranked {
-  uint64_t *numbers;
+  uint32_t *ranks;      // of candidates, in the order of their ids
+  int32_t *ids;
   const uint8_t *held;  // NULL, or which blocks of entries count
   IndexSight sight;
-  int32_t count;        // of numbers
+  int32_t count;        // of candidates
   int32_t candidate;    // whose entries are being read, or -1
   float best, floor;    // its best score; what a further one must be above (NaN: any will do)
 
-  // Makes room, and raises the floor. `spare` has room for all numbers.
-  PA_NOINLINE void shorten(uint64_t *spare) {
-    uint32_t rank = 0;
-    if (sight.count > 0 && count > sight.count) rank = keep_about(numbers, count, sight.count);
-    if (!rank) {
-      count = pa_keep_best(numbers, count, sight.count, spare);
-      uint64_t least = ~(uint64_t)0;
-      for (int i = 0; i < count; i++) least = numbers[i] < least ? numbers[i] : least;
-      rank = (uint32_t)(least >> 32);
+  void put(uint32_t rank, int32_t id) {
+    ranks[count] = rank;
+    ids[count++] = id;
+  }
+  // Those whose bit is set. W places behind the last one are written, too.
+  PA_ALWAYS void put_some(uint32_t good, vu rank, vi id) {
+#if defined(__AVX512F__)
+    write(ranks + count, _mm512_maskz_compress_epi32((__mmask16)good, (__m512i)rank));
+    write(ids + count, _mm512_maskz_compress_epi32((__mmask16)good, (__m512i)id));
+    count += __builtin_popcount(good);
+#elif PA_W == 8 && defined(__AVX2__)  // whether there are any is hard to predict, and seldom worth it
+    write(ranks + count, lanes_together((__m256i)rank, good));
+    write(ids + count, lanes_together((__m256i)id, good));
+    count += __builtin_popcount(good);
+#else
+    if (!good) return;
+    PA_UNROLLED
+    for (int i = 0; i < W; i++) {  // each is written; what isn't good is written over
+      ranks[count] = rank[i];
+      ids[count] = id[i];
+      count += good >> i & 1;
     }
+#endif
+  }
+  // Keeps the best: `least` of them, or some more, `most` in all. Returns a rank that all of these reach.
+  uint32_t keep(int32_t least, int32_t most) {
+    uint32_t from = ~0u, last = 0;
+    for (int32_t i = 0; i < count; i++) {
+      from = ranks[i] < from ? ranks[i] : from;
+      last = ranks[i] > last ? ranks[i] : last;
+    }
+    int32_t there = count, above = 0;  // from `from` on; above `last`
+    while (there > most && from < last) {
+      const uint32_t middle = last - (last - from) / 2;
+      uint32_t some = 0;
+      for (int32_t i = 0; i < count; i++) some += ranks[i] >= middle;
+      if ((int32_t)some < least) {
+        last = middle - 1;
+        above = (int32_t)some;
+      } else {
+        from = middle;
+        there = (int32_t)some;
+      }
+    }
+    int32_t equal = there > most ? least - above : there;  // of the last rank, the first ones
+    const int32_t n = count;
+    count = 0;
+    for (int32_t i = 0; i < n; i += W) {
+      const vu rank = read<vu>(ranks + i);
+      const vi id = read<vi>(ids + i);
+      uint32_t good = lanes_of((vi)(rank >= from));
+      if (n - i < W) good &= (1u << (n - i)) - 1;
+      if (there > most) {
+        for (uint32_t same = good & lanes_of((vi)(rank == from)); same; same &= same - 1) {
+          if (equal-- <= 0) good &= ~(same & -same);
+        }
+      }
+      put_some(good, rank, id);
+    }
+    return from;
+  }
+  // Makes room, and raises the floor.
+  PA_NOINLINE void shorten() {
+    floor = INFINITY;
+    if (sight.count <= 0) return end();
+    uint32_t rank = keep(sight.count, sight.count + (count - sight.count) / 8);
     rank ^= rank >> 31 ? 0x80000000u : 0xffffffffu;
-    __builtin_memcpy(&floor, &rank, 4);
-    if (!count || (rank > 0x7f800000u && rank < 0x80000000u)) floor = INFINITY;  // all of them were forced
+    if (rank <= 0x7f800000u || rank >= 0x80000000u) __builtin_memcpy(&floor, &rank, 4);  // else all of them were forced
+  }
+  // The best of what there is.
+  void end() {
+    if (sight.count <= 0) count = 0;
+    if (count > sight.count) keep(sight.count, sight.count);
   }
 };
