@@ -34,29 +34,28 @@ def merged(
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
-    offs_p = tl.arange(0, AT_ONCE)
-    # Other programs wrote these a moment ago: loaded past the L1.
-    lse = tl.load(
-        PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
-        mask=row_ok[:, None] & (offs_p < count)[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    m = tl.max(lse, 1)
-    base = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.sum(tl.exp2(lse - base[:, None]), 1)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
-        part = first + i * ROWS
+    columns = (offs_dv < DV)[None, :]
+    # Other programs wrote these a moment ago: loaded past the L1. Unrolled, so that all are in flight.
+    each = ()
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    for i in tl.static_range(AT_ONCE):
         ok = row_ok & (i < count)
-        x = tl.load(
-            PARTS + part[:, None] * DV + offs_dv[None, :],
-            mask=ok[:, None] & (offs_dv < DV)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
+        lse = tl.load(
+            PART_LSE + (first + i * ROWS), mask=ok, other=float("-inf"), cache_modifier=".cg"
         )
-        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        acc += x * tl.exp2(one - base)[:, None]
+        x = tl.load(
+            PARTS + (first + i * ROWS)[:, None] * DV + offs_dv[None, :], mask=ok[:, None] & columns,
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        each += ((lse, x),)
+        m = tl.maximum(m, lse)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for i in tl.static_range(AT_ONCE):
+        weight = tl.exp2(each[i][0] - base)
+        l += weight
+        acc += each[i][1] * weight[:, None]
     if SUMMED:
         l = tl.full([ROWS], 1.0, tl.float32)
     return acc, m, l
@@ -105,7 +104,7 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     """Store rows of one part, normalised, with their LSE in base 2."""
     offs_dv = tl.arange(0, BLOCK_DV)
     safe = tl.where(l == 0.0, 1.0, l)
-    store_tile(PARTS + at * DV, acc / safe[:, None], offs_dv, row_ok, DV)
+    store_tile(PARTS + at * DV, acc * (1.0 / safe)[:, None], offs_dv, row_ok, DV)
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
@@ -114,7 +113,7 @@ def as_merged(acc, m, l):
     """What `_gathered` makes of one part that `store_part` stores of these rows, bit for bit."""
     safe = tl.where(l == 0.0, 1.0, l)
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe))
-    return acc / safe[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
+    return acc * (1.0 / safe)[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
 
 
 @triton.jit(do_not_specialize=["lse_t", "programs", "by_tile"])
