@@ -47,7 +47,7 @@ def merged(
             PARTS + (first + i * ROWS)[:, None] * DV + offs_dv[None, :], mask=ok[:, None] & columns,
             other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        each += ((lse, x),)
+        each += ((lse, x),)  # type: ignore[assignment]
         m = tl.maximum(m, lse)
     base = tl.where(m == float("-inf"), 0.0, m)
     l = tl.zeros([ROWS], tl.float32)
