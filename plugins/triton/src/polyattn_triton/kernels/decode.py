@@ -380,7 +380,7 @@ def decode_kernel(
                     group = tl.arange(0, ROWS)
                     total, top, weight = merged(
                         PARTS, PART_LSE, first_row + group, splits, group < G,
-                        ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
+                        ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2, BLOCK_DV <= 64 and not PAIRED,
                     )  # fmt: skip
                     finish(
                         total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,

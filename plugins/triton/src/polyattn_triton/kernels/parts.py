@@ -25,37 +25,54 @@ def _following(first, start, i, APART: tl.constexpr, LISTED: tl.constexpr):
 @triton.jit
 def merged(
     PARTS, PART_LSE, first, count, row_ok, ROWS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge the `count` <= `AT_ONCE` even splits of `ROWS` rows, in their order: output, maximum, sum.
 
     `first`: where the rows lie in the first split; the others' follow. `SUMMED`: parts have no
-    softmax, so that nothing is to be divided by.
+    softmax, so that nothing is to be divided by. `ONCE`: each LSE is loaded once, into all threads of
+    its row, so that no maximum passes between threads. H200, heads of 64: 0.73 to 0.97 of a step; of
+    128, 0.98 to 1.015, and over e4m3 to 1.08, as ptxas then has the loop over keys wait for blocks.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
-    columns = (offs_dv < DV)[None, :]
-    # Other programs wrote these a moment ago: loaded past the L1. Unrolled, so that all are in flight.
+    offs_p = tl.arange(0, AT_ONCE)
     each = ()
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    for i in tl.static_range(AT_ONCE):
-        ok = row_ok & (i < count)
+    if not ONCE:
+        # Other programs wrote these a moment ago: loaded past the L1.
         lse = tl.load(
-            PART_LSE + (first + i * ROWS), mask=ok, other=float("-inf"), cache_modifier=".cg"
+            PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
+            mask=row_ok[:, None] & (offs_p < count)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
         )
-        x = tl.load(
-            PARTS + (first + i * ROWS)[:, None] * DV + offs_dv[None, :], mask=ok[:, None] & columns,
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        each += ((lse, x),)  # type: ignore[assignment]
-        m = tl.maximum(m, lse)
-    base = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.zeros([ROWS], tl.float32)
+        m = tl.max(lse, 1)
+        base = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.sum(tl.exp2(lse - base[:, None]), 1)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for i in tl.static_range(AT_ONCE):
-        weight = tl.exp2(each[i][0] - base)
-        l += weight
-        acc += each[i][1] * weight[:, None]
+    for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
+        part = first + i * ROWS
+        ok = row_ok & (i < count)
+        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        x = tl.load(
+            PARTS + part[:, None] * DV + offs_dv[None, :],
+            mask=ok[:, None] & (offs_dv < DV)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        if ONCE:
+            each += ((one, x),)  # type: ignore[assignment]
+            m = tl.maximum(m, one)
+        else:
+            acc += x * tl.exp2(one - base)[:, None]
+    if ONCE:
+        base = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.zeros([ROWS], tl.float32)
+        for i in tl.static_range(AT_ONCE):
+            weight = tl.exp2(each[i][0] - base)
+            l += weight
+            acc += each[i][1] * weight[:, None]
     if SUMMED:
         l = tl.full([ROWS], 1.0, tl.float32)
     return acc, m, l
