@@ -97,7 +97,9 @@ def waited_for(cubin: bytes) -> list[str]:
 
     A step that does so takes a load's time at least, though the number be the next step's.
     """
-    steps, labels, lines = [], {}, []
+    steps: list[list[str]] = []
+    labels: dict[str, int] = {}
+    lines: list[str] = []
     for label, _, text in LABEL.findall(told("nvdisasm", cubin, "-c")):
         if label:
             labels[label] = len(lines)
