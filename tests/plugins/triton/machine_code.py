@@ -86,3 +86,32 @@ def unwritten_in(text: str) -> list[str]:
             number = int(result[1])
             written |= {number, number + 1} if PAIRS.search(name) else {number}
     return found
+
+
+LABEL = re.compile(r"^(\.L_\w+):|\s*/\*([0-9a-f]+)\*/\s+(.*?)\s*;", re.M)
+JUMP, LOAD = re.compile(r"BRA.*`\((\.L_\w+)\)"), re.compile(r"\bLDG\S* R(\d+),")
+
+
+def waited_for(cubin: bytes) -> list[str]:
+    """Return the loads that a step of the shortest loop with products asks for and reads, too.
+
+    A step that does so takes a load's time at least, though the number be the next step's.
+    """
+    steps: list[list[str]] = []
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    for label, _, text in LABEL.findall(told("nvdisasm", cubin, "-c")):
+        if label:
+            labels[label] = len(lines)
+            continue
+        lines.append(text)
+        jump = JUMP.search(text)
+        if jump and jump[1] in labels:
+            steps.append(lines[labels[jump[1]] :])
+    step = min((s for s in steps if any("MMA" in line for line in s)), key=len)
+    return [
+        line
+        for i, line in enumerate(step)
+        if (load := LOAD.search(line))
+        and any(re.search(rf"\bR{load[1]}\b", later) for later in step[i + 1 :])
+    ]

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from ahead import compile_phase, launches
-from machine_code import BYTES, code_of, read_unwritten, unwritten_in
+from machine_code import BYTES, code_of, read_unwritten, unwritten_in, waited_for
 from polyattn import LayerSpec
 
 WRITTEN = """
@@ -54,6 +54,15 @@ def test_merges_let_only_merges_be_scheduled(level: str) -> None:
     lets = ["griddepcontrol.launch_dependents" in code for code in codes]
     assert lets == [level != "none"] * len(merges)
     assert all("griddepcontrol.wait" in code for code in codes)
+
+
+def test_no_step_of_a_decode_waits_for_blocks() -> None:
+    """Blocks that ptxas knows to be a warp's go to uniform registers as soon as they are loaded.
+
+    On an H200 a sequence of 32k took 30.0 us so, and 25.4 where each thread has its own.
+    """
+    spec = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128)
+    assert not waited_for(compile_phase(spec, "sm_90", "many").asm["cubin"])
 
 
 EIGHT_BITS = [

@@ -25,38 +25,54 @@ def _following(first, start, i, APART: tl.constexpr, LISTED: tl.constexpr):
 @triton.jit
 def merged(
     PARTS, PART_LSE, first, count, row_ok, ROWS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge the `count` <= `AT_ONCE` even splits of `ROWS` rows, in their order: output, maximum, sum.
 
     `first`: where the rows lie in the first split; the others' follow. `SUMMED`: parts have no
-    softmax, so that nothing is to be divided by.
+    softmax, so that nothing is to be divided by. `ONCE`: each LSE is loaded once, into all threads of
+    its row, so that no maximum passes between threads. H200, heads of 64: 0.73 to 0.97 of a step; of
+    128, 0.98 to 1.015, and over e4m3 to 1.08, as ptxas then has the loop over keys wait for blocks.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, AT_ONCE)
-    # Other programs wrote these a moment ago: loaded past the L1.
-    lse = tl.load(
-        PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
-        mask=row_ok[:, None] & (offs_p < count)[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    m = tl.max(lse, 1)
-    base = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.sum(tl.exp2(lse - base[:, None]), 1)
+    each = ()
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    if not ONCE:
+        # Other programs wrote these a moment ago: loaded past the L1.
+        lse = tl.load(
+            PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
+            mask=row_ok[:, None] & (offs_p < count)[None, :],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        m = tl.max(lse, 1)
+        base = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.sum(tl.exp2(lse - base[:, None]), 1)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
         part = first + i * ROWS
         ok = row_ok & (i < count)
+        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
         x = tl.load(
             PARTS + part[:, None] * DV + offs_dv[None, :],
             mask=ok[:, None] & (offs_dv < DV)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        acc += x * tl.exp2(one - base)[:, None]
+        if ONCE:
+            each += ((one, x),)  # type: ignore[assignment]
+            m = tl.maximum(m, one)
+        else:
+            acc += x * tl.exp2(one - base)[:, None]
+    if ONCE:
+        base = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.zeros([ROWS], tl.float32)
+        for i in tl.static_range(AT_ONCE):
+            weight = tl.exp2(each[i][0] - base)
+            l += weight
+            acc += each[i][1] * weight[:, None]
     if SUMMED:
         l = tl.full([ROWS], 1.0, tl.float32)
     return acc, m, l
@@ -105,7 +121,7 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     """Store rows of one part, normalised, with their LSE in base 2."""
     offs_dv = tl.arange(0, BLOCK_DV)
     safe = tl.where(l == 0.0, 1.0, l)
-    store_tile(PARTS + at * DV, acc / safe[:, None], offs_dv, row_ok, DV)
+    store_tile(PARTS + at * DV, acc * (1.0 / safe)[:, None], offs_dv, row_ok, DV)
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
@@ -114,7 +130,7 @@ def as_merged(acc, m, l):
     """What `_gathered` makes of one part that `store_part` stores of these rows, bit for bit."""
     safe = tl.where(l == 0.0, 1.0, l)
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe))
-    return acc / safe[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
+    return acc * (1.0 / safe)[:, None], lse, tl.where(l == 0.0, 0.0, 1.0)
 
 
 @triton.jit(do_not_specialize=["lse_t", "programs", "by_tile"])

@@ -28,6 +28,19 @@ def blocks_in_table(BT, key_pos, bt_end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def placed(BASE, row, place, APART: tl.constexpr):
+    """A cache, and rows of it that begin `place` after their blocks, which begin at `row`.
+
+    `APART`: a pointer for each row, which is made once where places are alike in each tile.
+    """
+    if APART:
+        BASE += place[:, None]
+    else:
+        row += place
+    return BASE, row
+
+
+@triton.jit
 def load_rows(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load whole rows of `SIZE` elements. The tile's further columns up to `BLOCK` are zero."""
     if SIZE == BLOCK:
@@ -98,7 +111,10 @@ def load_cached_rows(
     BASE, row, held, columns, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     READ: tl.constexpr,
 ):  # fmt: skip
-    """Load the `held` rows of a cache; `READ`: how a format's rows of bytes are (`functions.rows`)."""
+    """Load the `held` rows of a cache; `READ`: how a format's rows of bytes are (`functions.rows`).
+
+    `BASE`: the cache, or, without `READ`, a pointer for each row (`placed`).
+    """
     if READ is not None:
         rows = READ(BASE, row, held, N, SIZE, BLOCK)
     else:
