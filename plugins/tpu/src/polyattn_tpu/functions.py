@@ -219,8 +219,8 @@ def store(
     for name, new, pages in (("key", key, cache.key), ("value", value, cache.value)):
         wanted = None if pages is None else (len(plan.slots), pages.shape[1])
         if (None if new is None else new.shape[:2]) != wanted:
-            given = None if new is None else new.shape
-            raise BatchError(f"{name} is {given}; the plan and the cache take {wanted}: see pad()")
+            shape = None if new is None else new.shape
+            raise BatchError(f"{name} is {shape}; the plan and the cache take {wanted}: see pad()")
     return write(cache, key, value, plan.slots, scales or Scales(), rows)
 
 

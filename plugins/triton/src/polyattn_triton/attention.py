@@ -513,14 +513,14 @@ class TritonAttention(AlikeAttention):
         if plan.chosen or (generated is None and rope is None):
             return self._none
         captured = self._captured()
-        given = (*params.inputs.values(), *captured.values())
-        key = tuple([(t.data_ptr(), t.shape) for t in given])
+        tensors = (*params.inputs.values(), *captured.values())
+        key = tuple([(t.data_ptr(), t.shape) for t in tensors])
         values = plan.inputs.get(key)
         if values is None:
             parts = []
             if generated is not None:
-                tensors = {**plan.batch.inputs, **params.inputs, **captured}
-                parts = [table(generated.trace, plan.batch.seq_index, tensors, plan.lists)]
+                inputs = {**plan.batch.inputs, **params.inputs, **captured}
+                parts = [table(generated.trace, plan.batch.seq_index, inputs, plan.lists)]
             if rope is not None:
                 parts.append(self._turned(rope, plan.config.block_n))
             values = plan.inputs[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
