@@ -384,15 +384,30 @@ def test_what_would_be_ignored_is_refused(name: str) -> None:
 def test_a_plan_is_of_what_the_kernel_serves() -> None:
     step = pt.Step.of([1], [1], [[0]], [0])
     turned = spec(rope=RopeSpec(rotary_size=64, positions="cache"))
-    for layer, feature in ((turned, "cache_positions"), (spec(out_dtype="fp8_e4m3"), "fp8_output")):
-        with pytest.raises(BatchError, match=f"asks for {feature}, which attend"):
+    gated = recurrent("mamba2", recurrent=RecurrentSpec(state_size=24, gated=True))
+    for layer, feature in (
+        (turned, "cache_positions"),
+        (spec(out_dtype="fp8_e4m3"), "fp8_output"),
+        (gated, "gated"),
+        (recurrent("kda", num_kv_heads=4), "kind='kda'"),
+    ):
+        with pytest.raises(BatchError, match=f"asks for {feature}, which JAX's functions"):
             pt.plan(step, layer, buckets=SMALL)
+    one = torch.tensor([1])
+    moved = Batch.from_lens([1], [1], state_slots=one, state_targets=one + 1)
+    later = Batch.from_lens([1], [1], first_positions=[5])
+    for batch, layer, field in (
+        (moved, recurrent("gdn"), "state_targets"),
+        (later, spec(cached=False, block_size=None, chunk_size=8), "first_positions"),
+    ):
+        with pytest.raises(BatchError, match=f"{field}=.*a Step has none"):
+            pt.plan(batch, layer, buckets=SMALL)
     plan = pt.plan(step, BASE, buckets=SMALL)
-    rows, one = jnp.zeros((plan.num_tokens, 2, 64)), jnp.zeros((plan.num_tokens, 1, 64))
+    rows, single = (jnp.zeros((plan.num_tokens, n, 64)) for n in (2, 1))
     with pytest.raises(BatchError, match="value is None; the plan and the cache take"):
         pt.store(plan, rows, None, pt.Cache.zeros(BASE, 4, 8))
     with pytest.raises(BatchError, match=r"key is \(4, 1, 64\); the plan and the cache take"):
-        pt.store(plan, one, rows, pt.Cache.zeros(BASE, 4, 8))
+        pt.store(plan, single, rows, pt.Cache.zeros(BASE, 4, 8))
 
 
 @pytest.mark.parametrize("scale", [0.55, 0.85, 0.9])

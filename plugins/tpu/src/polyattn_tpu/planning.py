@@ -14,7 +14,7 @@ from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
-from polyattn_tpu.hooks import PALLAS_ATTN
+from polyattn_tpu.hooks import PALLAS_ATTN, PALLAS_MLA, XLA_SCAN
 from polyattn_tpu.places import Places, pytree
 from polyattn_tpu.step import Step
 
@@ -108,13 +108,13 @@ def plan(
     that has one (default: the spec's). Returns an `AttentionPlan`, or for a recurrence a
     `RecurrentPlan`. MLA is planned over its latents. Raises `BatchError`.
     """
+    check_features(spec)
     if not isinstance(step, Step):
+        check_batch(step, spec)
         step = Step.from_batch(step)
     buckets = buckets or Buckets()
     if spec.kind.is_recurrent:
         return jax.device_put(plan_chunks(step, buckets))
-    if spec.kind is AttentionKind.ATTENTION:
-        check_features(spec)
     group = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
     by = by_of(spec)
     if not spec.cached:
@@ -129,13 +129,35 @@ def plan(
 
 
 def check_features(spec: LayerSpec) -> None:
-    """Raise `BatchError` for what a layer asks of the kernel in vain."""
-    served = {name for build in PALLAS_ATTN.variants for name in build.capabilities.features}
-    if missing := sorted(spec.features - served):
+    """Raise `BatchError` for what a layer asks of JAX's functions in vain."""
+    kind = spec.kind
+    served = {AttentionKind.ATTENTION: PALLAS_ATTN, AttentionKind.MLA: PALLAS_MLA}.get(kind)
+    if kind.is_recurrent:
+        served = XLA_SCAN
+    if served is None:
+        return
+    claims = [build.capabilities for build in served.variants]
+    missing = sorted(spec.features - frozenset().union(*(each.features for each in claims)))
+    if kind not in claims[0].kinds:
+        missing = [f"kind={kind.value!r}"]
+    if missing:
         raise BatchError(
-            f"{spec} asks for {', '.join(missing)}, which attend() doesn't serve; do that outside, and "
-            "plan a spec without it"
+            f"{spec} asks for {', '.join(missing)}, which JAX's functions don't serve; do that outside, "
+            "and plan a spec without it"
         )
+
+
+def check_batch(batch: Any, spec: LayerSpec) -> None:
+    """Raise `BatchError` for fields of a `polyattn.Batch` that a `Step` has no place for."""
+    counts = spec.chunk_size or spec.sink_tokens  # from a text's beginning
+    for name, asked in (
+        ("state_targets", batch.state_targets is not None),
+        ("first_positions", batch.first_positions is not None and counts),
+    ):
+        if asked:
+            raise BatchError(
+                f"{name}={getattr(batch, name)}: a Step has none; plan a batch without it"
+            )
 
 
 def by_of(spec: LayerSpec) -> str:
