@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def index_floors(
     size = keys.stride(0) * keys.itemsize
     runs = (table.long() * size + keys.data_ptr()).flatten()
     products = heads * vectors_of_a_line("bfloat16", keys.itemsize, "amx", "avx512_bf16")
-    calls = {"read": read, "before host": read, "host": without_kernel(work)}
+    calls = {"read": read, "before host": read, "host": partial(without_kernels, work.call)}
     for way, count in (("rows", 0), ("products", products)):
         for ahead in (0, 4096, 8192, 16384):
             name = f"{way} {ahead}"
@@ -186,29 +186,20 @@ def read_runs(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
     )
 
 
-@contextmanager
-def no_kernel() -> Iterator[Callable[[], object]]:
-    """Let steps that are planned inside call an empty function in the kernel's place: the one yielded."""
-    library, names = kernels(), ("pa_attend", "pa_attend_chosen")
-    with ExitStack() as stack:
-        for name in names:
-            stack.callback(setattr, library, name, getattr(library, name))
-            setattr(library, name, library.pa_error)
-        yield library.pa_error
+def without_kernels(*calls: Callable[[], object]) -> Callable[..., object]:
+    """Call each while an empty function is in the place of attention's and an indexer's kernels.
 
-
-def without_kernel(work: Any) -> Callable[[], object]:
-    """Return an indexer's call whose native function does nothing."""
+    Returns that function. A step that is planned meanwhile goes on calling it.
+    """
     library = kernels()
-
-    def call() -> None:
-        choose, library.pa_choose = library.pa_choose, lambda *_: 0
-        try:
-            work.call()
-        finally:
-            library.pa_choose = choose
-
-    return call
+    empty: Callable[..., object] = library.pa_error
+    with ExitStack() as stack:
+        for name in ("pa_attend", "pa_attend_chosen", "pa_choose"):
+            stack.callback(setattr, library, name, getattr(library, name))
+            setattr(library, name, (lambda *_: 0) if name == "pa_choose" else empty)
+        for call in calls:
+            call()
+    return empty
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:

@@ -64,7 +64,7 @@ def test_nothing_is_measured_without_a_record() -> None:
     assert found == {
         "flash-attn": Proof.SIGNATURE, "vllm": Proof.IN_PART, "torch": Proof.SIGNATURE
     }  # fmt: skip
-    whole = discover().backend("TORCH_MLA")
+    whole = discover().backend("TORCH_STORE")
     assert whole.proof_on(Device("cuda", "sm_90")) is Proof.MEASURED
 
 

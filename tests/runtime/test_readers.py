@@ -16,7 +16,8 @@ from polyattn import (
     select_layers,
 )
 from polyattn.errors import BatchError, SpecError
-from polyattn.tools.replay.runners import LatentRunner, Options
+from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.runners import LatentRunner, Options, SparseRunner
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 SPARSE = PLAIN.replace(kind="sparse", sparse=SparseSpec(budget=2, granularity=16))
@@ -77,10 +78,17 @@ def test_a_fused_query_has_keys_too() -> None:
         Attention(PLAIN, own_keys=None)  # type: ignore[arg-type]
 
 
-def test_a_replay_of_latents_has_the_caches_that_its_layers_own() -> None:
-    own = LATENT.replace(dtype="bfloat16")
+@pytest.mark.parametrize("spec", [SPARSE, LATENT], ids=lambda spec: spec.kind.value)
+def test_a_replay_has_the_caches_that_its_layers_own(spec: LayerSpec) -> None:
+    own = spec.replace(dtype="bfloat16")
     (layers,) = select_layers([own, own.replace(kv_source=0), own], "cpu")
-    runner = LatentRunner(layers, Options(layers=3), 2)
+    runner = (LatentRunner if spec is LATENT else SparseRunner)(layers, Options(layers=3), 2)
     first, reader, last = runner.caches
     assert first is reader is not last
-    assert len(runner.paged()) == runner.num_caches == 2
+    assert (
+        len(runner.paged())
+        == runner.num_caches * (1 if spec is LATENT else 2)
+        == len({tensor.data_ptr() for tensor in runner.paged()})
+    )
+    table = torch.tensor([[1]], dtype=torch.int32)
+    runner.step(Batch.from_lens([5], [5], table, block_size=16), Checker(2, seed=0))

@@ -61,6 +61,20 @@ BIASES = {
         if self.spec.alibi
         else scores
     ),
+    "BiasForTheDefaultScale": lambda self, scores, params: (
+        scores + (Plain.biased(self, scores, params) - scores) * times_default(self)
+    ),
+}
+
+
+def times_default(self: Any) -> float:
+    """The layer's scale, as a multiple of the default."""
+    return float(self.spec.scale * self.spec.head_size**0.5)
+
+
+LSES = {
+    "LseInBits": lambda self, lse: lse / torch.log(torch.tensor(2.0)),
+    "LseForTheDefaultScale": lambda self, lse: lse / times_default(self),
 }
 SLOPES = {
     "PapersSlopesAlways": lambda self, params: alibi_slopes(self.spec.num_heads),
@@ -163,7 +177,7 @@ def longer_padding(self: Plain, batch: Batch, index: int) -> int:
 globals().update(lies(
     __name__,
     (Numeric, "nothing", NOTHING), (Numeric, "length", {"PaddingOfOneQuery": longer_padding}),
-    (Numeric, "stored_lse", {"LseInBits": lambda self, lse: lse / torch.log(torch.tensor(2.0))}),
+    (Numeric, "stored_lse", LSES),
     (Numeric, "before", {"LseNeverWritten": lambda self, plan, frame: frame.but(
         lse=None if frame.lse is None else torch.empty_like(frame.lse))}),
 ))  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import drawn
-from polyattn import Batch, LayerGroup, LayerSpec, SparseSpec, select
+from polyattn import Batch, LayerGroup, LayerSpec, RopeSpec, SparseSpec, select
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
@@ -308,6 +308,77 @@ def test_bad_input_names_field_value_and_remedy() -> None:
         pt.attend(plan, BASE, jnp.zeros((1, 4, 64)), pt.Cache.zeros(BASE, 4, 8))
     with pytest.raises(BatchError, match="plan has no slots"):
         pt.store(plan, jnp.zeros((4, 2, 64)), None, pt.Cache.zeros(BASE, 4, 8))
+
+
+MISFITS: dict[str, tuple[LayerSpec, Any, dict[str, Any], str]] = {
+    "page": (BASE, pt.Cache.zeros(BASE, 4, 16), {}, "pages of 16 tokens, and the plan is of 8"),
+    "heads": (
+        BASE,
+        pt.Cache.zeros(spec(num_kv_heads=4), 4, 8),
+        {},
+        "4 heads of 128, and the layer 2",
+    ),
+    "size": (BASE, pt.Cache.zeros(spec(head_size=192), 4, 8), {}, "heads of 256"),
+    "variant": (
+        spec(variant="flash_sigmoid"),
+        pt.Cache.zeros(BASE, 4, 8),
+        {},
+        "functions are missing.*flash_sigmoid",
+    ),
+    "mask": (spec(mask="custom"), pt.Cache.zeros(BASE, 4, 8), {}, "functions are missing"),
+    "inputs": (BASE, pt.Cache.zeros(BASE, 4, 8), {"inputs": {"gain": 1}}, r"inputs \['gain'\]"),
+    "scales": (
+        BASE,
+        pt.Cache.zeros(BASE, 4, 8),
+        {"scales": pt.Scales(0.5)},
+        "this one isn't; leave them out",
+    ),
+    "sinks": (
+        spec(learned_sinks=True),
+        pt.Cache.zeros(BASE, 4, 8),
+        {"sinks": jnp.ones(1)},
+        r"sinks has shape \(1,\); it must be \(4,\)",
+    ),
+}
+"""A layer, a cache and options that don't fit the plan of BASE, which would be misread or ignored."""
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_would_be_ignored_is_refused(name: str) -> None:
+    layer, cache, options, match = MISFITS[name]
+    plan = pt.plan(pt.Step.of([1], [1], [[0]], [0]), BASE, buckets=SMALL)
+    query = jnp.zeros((plan.num_tokens, 4, 64))
+    with pytest.raises(BatchError, match=match):
+        pt.attend(plan, layer, query, cache, **options)
+
+
+def test_a_plan_is_of_what_the_kernel_serves() -> None:
+    step = pt.Step.of([1], [1], [[0]], [0])
+    turned = spec(rope=RopeSpec(rotary_size=64, positions="cache"))
+    gated = recurrent("mamba2", recurrent=RecurrentSpec(state_size=24, gated=True))
+    for layer, feature in (
+        (turned, "cache_positions"),
+        (spec(out_dtype="fp8_e4m3"), "fp8_output"),
+        (gated, "gated"),
+        (recurrent("kda", num_kv_heads=4), "kind='kda'"),
+    ):
+        with pytest.raises(BatchError, match=f"asks for {feature}, which JAX's functions"):
+            pt.plan(step, layer, buckets=SMALL)
+    one = torch.tensor([1])
+    moved = Batch.from_lens([1], [1], state_slots=one, state_targets=one + 1)
+    later = Batch.from_lens([1], [1], first_positions=[5])
+    for batch, layer, field in (
+        (moved, recurrent("gdn"), "state_targets"),
+        (later, spec(cached=False, block_size=None, chunk_size=8), "first_positions"),
+    ):
+        with pytest.raises(BatchError, match=f"{field}=.*a Step has none"):
+            pt.plan(batch, layer, buckets=SMALL)
+    plan = pt.plan(step, BASE, buckets=SMALL)
+    rows, single = (jnp.zeros((plan.num_tokens, n, 64)) for n in (2, 1))
+    with pytest.raises(BatchError, match="value is None; the plan and the cache take"):
+        pt.store(plan, rows, None, pt.Cache.zeros(BASE, 4, 8))
+    with pytest.raises(BatchError, match=r"key is \(4, 1, 64\); the plan and the cache take"):
+        pt.store(plan, single, rows, pt.Cache.zeros(BASE, 4, 8))
 
 
 @pytest.mark.parametrize("scale", [0.55, 0.85, 0.9])

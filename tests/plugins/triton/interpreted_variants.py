@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import Attention, Batch, BlockSparseMask, CustomMask, LayerGroup, select
+from polyattn import (
+    Attention,
+    AttentionVariant,
+    Batch,
+    BlockSparseMask,
+    CustomMask,
+    LayerGroup,
+    select,
+)
 from polyattn.families.attention import reference
 from polyattn.workload.pages import fill
 from test_variants import (
@@ -90,12 +98,34 @@ def check_captured() -> None:
         assert backend.lister is not None and plan.lists is None
 
 
+def check_captured_tensors() -> None:
+    """They count as they are at each step, whatever their dtype, also for a plan that ran before."""
+    gain = torch.tensor([0.5, 1.5, 1.0, 2.0], dtype=torch.float64)
+    register_variant(
+        AttentionVariant(name="gained", score_mod=lambda score, b, h, q, k: score * gain[h])
+    )
+    spec = BASE.replace(variant="gained")
+    group = LayerGroup(select(spec, backend="TRITON_ATTN", verify=False))
+    layer, cache = Attention(group), group.allocate_cache(6)
+    fill(cache, torch.Generator().manual_seed(5))
+    table = torch.arange(6, dtype=torch.int32).view(1, 6)
+    batch = Batch([0, 3], [40], table)
+    plan, query = group.plan(batch), torch.randn(3, 4, 32)
+    for change in (1.0, -2.0):
+        gain.mul_(change)
+        expected, _ = reference.forward(spec, query, None, None, cache, batch)
+        found = layer(query, None, None, cache, plan)
+        assert isinstance(found, torch.Tensor)
+        assert_right(found, expected)
+
+
 def main() -> None:
     check_left_out()
     for variant in VARIANTS:
         register_variant(variant)
     check_left_out_of_decodes()
     check_captured()
+    check_captured_tensors()
     for lens in (LENS, DECODES):
         assert_functions_right("TRITON_ATTN", lens)
     for spec, mask, lens in masks_of_each_kind():

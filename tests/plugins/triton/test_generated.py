@@ -187,6 +187,7 @@ def test_equal_functions_are_one_module(spec: LayerSpec) -> None:
         first = Generated.of(spec)
         assert first is not None and again is not None
         assert first.change is again.change and first.rows_of is again.rows_of
-        assert first.trace.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
+        captured = first.trace.captured(torch.device("cpu"))()
+        assert captured["captured_0"].tolist() == CAPTURED.tolist()
     finally:
         unregister_variant("capped_again")

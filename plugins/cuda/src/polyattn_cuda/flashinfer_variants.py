@@ -76,7 +76,7 @@ class Functions:
 
         Raises `BatchError`.
         """
-        inputs = {**batch.inputs, **params.inputs, **self.captured}
+        inputs = {**batch.inputs, **params.inputs, **self.captured()}
         rows = iter(self.trace.addresses(inputs))
         numbers = []
         for name, declared in self.trace.inputs.items():

@@ -117,10 +117,16 @@ def attend(
     logarithm, where asked. Raises `BatchError`.
     """
     _check(plan, spec, query, sinks, alibi_slopes)
+    _check_cache(plan, spec, cache, rows is not None)
+    _check_functions(plan, spec, functions, inputs)
     if plan.cached != (plan.pack is None):
         raise BatchError("the plan is for keys that are passed whole; use attend_given")
     scales = scales or Scales()
     quantised = cache.key.dtype != query.dtype
+    if not quantised and any(isinstance(s, float) and s != 1.0 for s in scales):
+        raise BatchError(
+            f"{scales}: they are a quantised cache's, and this one isn't; leave them out"
+        )
     both = (scales.key, scales.value if cache.value is not None else scales.key)
     pair = jnp.asarray(both if quantised else (1.0, 1.0), jnp.float32)
     form = form_of(spec, lse, cache.value is None, interpret, rows)
@@ -210,6 +216,11 @@ def store(
         raise BatchError(
             "the plan has no slots: its step has no slot_mapping; pass one to store keys"
         )
+    for name, new, pages in (("key", key, cache.key), ("value", value, cache.value)):
+        wanted = None if pages is None else (len(plan.slots), pages.shape[1])
+        if (None if new is None else new.shape[:2]) != wanted:
+            shape = None if new is None else new.shape
+            raise BatchError(f"{name} is {shape}; the plan and the cache take {wanted}: see pad()")
     return write(cache, key, value, plan.slots, scales or Scales(), rows)
 
 
@@ -311,3 +322,37 @@ def _check(
                 f"{name} {'is missing' if asked else 'was given'}: the spec "
                 f"{'asks for it' if asked else 'does not ask for it'} ({spec})"
             )
+        if value is not None and value.shape != (spec.num_heads,):
+            raise BatchError(f"{name} has shape {value.shape}; it must be ({spec.num_heads},)")
+
+
+def _check_cache(plan: AttentionPlan, spec: LayerSpec, cache: Cache, in_rows: bool) -> None:
+    """Check a cache's pages: their tokens, their heads and, where they aren't bytes, the heads' sizes."""
+    if plan.page and cache.key.shape[2] != plan.page:
+        raise BatchError(
+            f"the cache has pages of {cache.key.shape[2]} tokens, and the plan is of {plan.page}: pass "
+            "the cache's block_size to plan()"
+        )
+    sizes = (spec.head_size, spec.v_head_size)
+    for name, pages, size in zip(Cache._fields, cache, sizes, strict=True):
+        if pages is None:
+            continue
+        wide = pages.shape[3] if in_rows else whole_lanes(size)
+        if pages.shape[1::2] != (spec.num_kv_heads, wide):
+            raise BatchError(
+                f"the cache's {name} has {pages.shape[1]} heads of {pages.shape[3]}, and the layer "
+                f"{spec.num_kv_heads} of {wide}; pass its own: Cache.zeros(spec, …)"
+            )
+
+
+def _check_functions(plan: AttentionPlan, spec: LayerSpec, functions: Any, inputs: Any) -> None:
+    asked = spec.variant is not None or spec.mask is not None
+    if asked != (functions is not None):
+        raise BatchError(
+            f"functions {'are missing' if asked else 'were given'}: the spec has variant="
+            f"{spec.variant!r} and mask={spec.mask!r}; pass functions_of(spec)"
+        )
+    if inputs and not asked:
+        raise BatchError(f"inputs {sorted(inputs)} were given to a layer without functions")
+    if asked and plan.places is None:
+        raise BatchError("the plan is of a layer without functions; plan this layer's own spec")

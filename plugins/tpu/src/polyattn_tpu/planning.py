@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from polyattn.plugin import BatchError, LayerSpec
+from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
+from polyattn_tpu.hooks import PALLAS_ATTN, PALLAS_MLA, XLA_SCAN
 from polyattn_tpu.places import Places, pytree
 from polyattn_tpu.step import Step
 
@@ -47,7 +48,7 @@ class Pages:
     table: Array
 
 
-@pytree("cached", "num_tokens", "width")
+@pytree("cached", "num_tokens", "width", "page")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): the passed key in each place, None if cached.
@@ -55,6 +56,7 @@ class AttentionPlan:
     `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
     `num_tokens`: rows that queries, keys and values are padded to (`pad`). `places`: None for a layer
     without functions of scores. `width`: of a plan by bounds, pages of each sequence's table; else 0.
+    `page`: tokens of a page of the cache; 0 without one.
     """
 
     tiles: Tiles
@@ -65,6 +67,7 @@ class AttentionPlan:
     num_tokens: int
     places: Places | None = None
     width: int = 0
+    page: int = 0
 
 
 @pytree()
@@ -105,7 +108,9 @@ def plan(
     that has one (default: the spec's). Returns an `AttentionPlan`, or for a recurrence a
     `RecurrentPlan`. MLA is planned over its latents. Raises `BatchError`.
     """
+    check_features(spec)
     if not isinstance(step, Step):
+        check_batch(step, spec)
         step = Step.from_batch(step)
     buckets = buckets or Buckets()
     if spec.kind.is_recurrent:
@@ -121,6 +126,38 @@ def plan(
     if spec.length_bounds:
         return jax.device_put(plan_bounded(step, group, size, buckets, alike))
     return jax.device_put(plan_paged(step, group, size, buckets, by, alike))
+
+
+def check_features(spec: LayerSpec) -> None:
+    """Raise `BatchError` for what a layer asks of JAX's functions in vain."""
+    kind = spec.kind
+    served = {AttentionKind.ATTENTION: PALLAS_ATTN, AttentionKind.MLA: PALLAS_MLA}.get(kind)
+    if kind.is_recurrent:
+        served = XLA_SCAN
+    if served is None:
+        return
+    claims = [build.capabilities for build in served.variants]
+    missing = sorted(spec.features - frozenset().union(*(each.features for each in claims)))
+    if kind not in claims[0].kinds:
+        missing = [f"kind={kind.value!r}"]
+    if missing:
+        raise BatchError(
+            f"{spec} asks for {', '.join(missing)}, which JAX's functions don't serve; do that outside, "
+            "and plan a spec without it"
+        )
+
+
+def check_batch(batch: Any, spec: LayerSpec) -> None:
+    """Raise `BatchError` for fields of a `polyattn.Batch` that a `Step` has no place for."""
+    counts = spec.chunk_size or spec.sink_tokens  # from a text's beginning
+    for name, asked in (
+        ("state_targets", batch.state_targets is not None),
+        ("first_positions", batch.first_positions is not None and counts),
+    ):
+        if asked:
+            raise BatchError(
+                f"{name}={getattr(batch, name)}: a Step has none; plan a batch without it"
+            )
 
 
 def by_of(spec: LayerSpec) -> str:
@@ -155,7 +192,7 @@ def plan_paged(
         slots = _filled(tokens, step.slots, -1)
     pages = _pages(step, counts, table, buckets)
     places = _places(step, tokens, pages, block_size) if by else None
-    return AttentionPlan(tiles, pages, None, slots, True, tokens, places)
+    return AttentionPlan(tiles, pages, None, slots, True, tokens, places, page=block_size)
 
 
 def plan_bounded(
@@ -175,7 +212,7 @@ def plan_bounded(
     pages = _pages(step, [width] * step.num_seqs, np.zeros(step.num_seqs * width), buckets)
     if slots is not None:
         slots = _filled(max(tokens, len(slots)), slots, -1)
-    return AttentionPlan(tiles, pages, None, slots, True, tokens, width=width)
+    return AttentionPlan(tiles, pages, None, slots, True, tokens, width=width, page=block_size)
 
 
 def with_pages(plan: AttentionPlan, seq_lens: Array, table: Array) -> AttentionPlan:

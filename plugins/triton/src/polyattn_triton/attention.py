@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -91,7 +92,7 @@ class TritonAttention(AlikeAttention):
         specified = spec.batch_invariant >= Invariance.MACHINES
         self.exact = Exact(spec, self.torch_device) if specified else None
         self._functions = NOTHING if self.generated is None else self.generated.constants
-        self._captured: dict[str, Tensor] = {}
+        self._captured: Callable[[], dict[str, Tensor]] = dict
         if self.generated is not None:
             self._captured = self.generated.trace.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
@@ -511,13 +512,15 @@ class TritonAttention(AlikeAttention):
             generated = None
         if plan.chosen or (generated is None and rope is None):
             return self._none
-        key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
+        captured = self._captured()
+        tensors = (*params.inputs.values(), *captured.values())
+        key = tuple([(t.data_ptr(), t.shape) for t in tensors])
         values = plan.inputs.get(key)
         if values is None:
             parts = []
             if generated is not None:
-                tensors = {**plan.batch.inputs, **params.inputs, **self._captured}
-                parts = [table(generated.trace, plan.batch.seq_index, tensors, plan.lists)]
+                inputs = {**plan.batch.inputs, **params.inputs, **captured}
+                parts = [table(generated.trace, plan.batch.seq_index, inputs, plan.lists)]
             if rope is not None:
                 parts.append(self._turned(rope, plan.config.block_n))
             values = plan.inputs[key] = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -48,7 +48,10 @@ class Lister:
         alone = self.of_step and batch.all_decode
         if alone and isinstance(batch.mask, CustomMask) and batch.mask.over == "new":
             return False
-        return self.masks.trace.inputs.keys() <= batch.inputs.keys() | self.captured.keys()
+        return (
+            self.masks.trace.inputs.keys()
+            <= batch.inputs.keys() | self.masks.trace.constants.keys()
+        )
 
     def listed(
         self, batch: Batch, spec: LayerSpec, config: Config, work: Tensor, count: int
@@ -62,7 +65,7 @@ class Lister:
         if count * heads * width > MOST_NUMBERS:
             return None
         lists = torch.zeros((count, heads, width + AROUND), dtype=torch.int32, device=self.device)
-        inputs = table(self.masks.trace, batch.seq_index, {**batch.inputs, **self.captured})
+        inputs = table(self.masks.trace, batch.seq_index, {**batch.inputs, **self.captured()})
         # Heads of one token see the same keys, unless a mask reads the head.
         height = 1 if batch.max_query_len == 1 and not self.masks.by_head else config.block_m
         key = (spec.causal, height, config.block_n)

@@ -63,6 +63,8 @@ LEVELS = frozenset({"step_invariant", "call_invariant"})
 """What has cases of its own (`cases.invariance`)."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length", *LEVELS})
 """Features without pairs: another feature's pairs run the same code."""
+SCALED = ("lse", "learned_sinks", "alibi", "logit_soft_cap")
+"""Features of scaled logits: kernels turn some of them by the scale, to save a product."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """Features that depend on positions, which cross-attention doesn't have."""
 
@@ -284,6 +286,8 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
         claimed = [name for name in claimed if not name.startswith("cache_positions")]
     for name in claimed:
         yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
+    for name in (n for n in SCALED if n in claimed):
+        yield f"pair scale {name}", base.replace(scale=1.31, **FEATURE_FIELDS[name])
     if base.cached and "fp8_inputs" in claimed and not caps.fp8_compute:
         fields = fields_of(caps, "fp8_inputs", True) | {"fp8_compute": True}
         yield "feature fp8_inputs, fp8_compute", base.replace(**fields)

@@ -129,7 +129,10 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
         yield "physical ids", base.replace(sparse=SparseSpec(budget=most, physical=True))
         groups = SparseSpec(budget=-(-most // 4), granularity=4)
         yield "groups of 4", base.replace(sparse=groups)
-    yield "scale", base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN
+    scaled = base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN
+    yield "scale", scaled
+    if "lse" in caps.features:
+        yield "scale lse", scaled.replace(needs_lse=True)
 
 
 def refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -> Iterator[Case]:

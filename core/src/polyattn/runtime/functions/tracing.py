@@ -22,6 +22,7 @@ from polyattn.runtime.cache.bits import half, single
 from polyattn.runtime.cache.rows import function_of
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.pointwise import function_of as function_of_variant
+from polyattn.runtime.parameters import Weight
 from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
@@ -206,17 +207,20 @@ class Trace:
                 values.append(None)
         return values
 
-    def captured(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors that the functions close over, in their declared dtypes.
+    def captured(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
+        """Return what gives the tensors that the functions close over, in their declared dtypes.
+
+        Each call gives them as they are then, at the same addresses.
 
         Args:
             device: where they go.
 
         """
-        return {
-            name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
+        held = {
+            name: Weight(name, tensor, device, INPUT_DTYPES[self.inputs[name].dtype])
             for name, tensor in self.constants.items()
         }
+        return lambda: {name: weight.current() for name, weight in held.items()}
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
         """Return the number of a function's result, whose operations are added.

@@ -288,15 +288,17 @@ class SparseRunner(Runner):
                 v_scale=self.scale,
                 rotate=None if spec.rope is None else False,
                 checks=True,
+                own_keys=own,
             )
-            for _ in range(self.count)
+            for own in self.own
         ]
-        self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+        self.caches = self.allocate(num_blocks)
         if spec.indexer is not None:
             self.index(spec, num_blocks)
 
     def paged(self) -> list[Tensor]:
-        stored = [t for cache in self.caches for t in (cache.key, cache.value)]
+        pairs = zip(self.caches, self.own, strict=True)
+        stored = [t for cache, own in pairs if own for t in (cache.key, cache.value)]
         return [*(stored[::2] if self.caches[0].value_in_key else stored), *self.index_keys]
 
     def step(self, batch: Batch, checker: Checker) -> float:
@@ -312,7 +314,8 @@ class SparseRunner(Runner):
             key = self.draw(len(slots), spec.num_kv_heads, spec.head_size)
             value = self.draw(len(slots), spec.num_kv_heads, spec.v_head_size)
             started = self.clock()
-            layer.store(key, None if sparse.value_in_key else value, cache, slots)
+            if layer.own_keys:
+                layer.store(key, None if sparse.value_in_key else value, cache, slots)
             choice = self.chosen(index, batch)
             got = layer(query, None, None, cache, plan, choice=choice)
             seconds += self.clock() - started
