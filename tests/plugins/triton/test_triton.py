@@ -238,6 +238,16 @@ def test_a_multiprocessor_holds_two_programs_of_prompts_with_heads_of_64(
     assert programs_on_one(compile_phase(layer, "sm_90", phase)) == planned == 2
 
 
+@pytest.mark.slow
+def test_narrow_keys_beside_wide_values_have_the_registers_that_their_products_take() -> None:
+    """A product of 64 x 256 takes 158 registers of a thread; ptxas refuses it a limit of 128."""
+    from ahead import compile_phase
+
+    compile_phase(
+        LayerSpec(num_heads=20, num_kv_heads=4, head_size=64, v_head_size=256), "sm_90", "prefill"
+    )
+
+
 @pytest.mark.parametrize(
     "layer", [pytest.param(n, marks=slow if n in FEWEST else sweep) for n in MANY]
 )

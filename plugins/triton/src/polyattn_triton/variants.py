@@ -38,7 +38,7 @@ HIGH_ON_ONE = 2
 """And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
 FULL_REGISTERS = 128
 """Registers of a thread, so that a Hopper multiprocessor holds four programs of decodes at a
-level, or two of prompts whose heads have up to `PAIRED` elements."""
+level, or two of prompts whose keys and values have up to `PAIRED` elements."""
 PAIRED, PAIRED_WARPS = 64, 8
 LEAST_BUSY = 0.8
 """Of the chip, while equal programs run that don't fit on it at once: else they are cut to stretches."""
@@ -294,7 +294,7 @@ def tiled(way: str) -> bool:
 
 def paired(spec: LayerSpec, config: Config) -> bool:
     """Whether two programs of prompts run on a multiprocessor of Hopper's, of `FULL_REGISTERS` each."""
-    return spec.head_size <= PAIRED and config.num_warps == PAIRED_WARPS
+    return max(spec.head_size, spec.v_head_size) <= PAIRED and config.num_warps == PAIRED_WARPS
 
 
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
