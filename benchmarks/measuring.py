@@ -31,6 +31,8 @@ INDEX_PAGE = 64
 """Entries of a page of index keys."""
 DRAWN = 256
 """Tokens of a recurrence's sequence that are drawn, on the host, and compared; the rest repeats them."""
+FEW = 16
+"""New tokens of a row up to which some backend of decodes takes it."""
 Call = Callable[[], object]
 
 
@@ -68,13 +70,17 @@ def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Any:
 
 
 def named(spec: LayerSpec, backend: str, lengths: Sequence[tuple[int, int]]) -> str | None:
-    """Return how a backend is named for a step: for the phase that it runs, if it is one; "": none."""
+    """Return how a backend is named for a step: for the phase that it runs, if it is one; "": none.
+
+    A few new tokens a row may be a decode, as the decode's backend has it: both are named.
+    """
     if spec.recurrent is not None or not backend:
         return backend or None
     decodes = sum(query == 1 for query, _ in lengths)
     if (spec.latent is not None and not spec.chooses) or decodes == len(lengths):
         return f"decode={backend}"
-    return backend if decodes else f"prefill={backend}"
+    few = all(query <= FEW for query, _ in lengths)
+    return backend if decodes or few else f"prefill={backend}"
 
 
 def _recurrent(group: LayerGroup, lengths: Sequence[tuple[int, int]], dice: Dice) -> Workload:
