@@ -48,11 +48,11 @@ SPECS = {
 TWICE = ("soft cap, sinks", "captured")
 """Layers that go every way, whose steps run twice. The others' do where one is run alone."""
 STEPS: dict[str, list[tuple[int, int]]] = {
-    "one long decode": [(1, 300), (1, 5), (1, 0), (1, 70)],
+    "one long decode": [(1, 600), (1, 5), (1, 0), (1, 70)],
     "equal decodes": [(1, 290), (1, 300)],
     "few tokens": [(4, 260), (3, 3), (0, 9), (1, 1), (9, 40)],
     "drafts": [(16, 150), (3, 3), (0, 9), (14, 40)],  # of large groups: two tiles a sequence
-    "long prefill": [(20, 260), (3, 9), (0, 5)],
+    "long prefill": [(20, 900), (3, 9), (0, 5)],
     "prompts": [(40, 100), (60, 60)],
     "nothing": [(0, 7), (0, 0)],
 }

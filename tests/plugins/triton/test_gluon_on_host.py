@@ -171,7 +171,7 @@ DECODES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "decode, by head": ({"block_size": 32}, [40, 33], 1),
     "listed": ({"num_heads": 16, "num_kv_heads": 2}, [700, 5, 64, 0, 1], 4),
     # A sequence ends where a program does: it isn't cut.
-    "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [64, 32, 128], 4),
+    "listed, at an end": ({"num_heads": 16, "num_kv_heads": 2}, [224, 192, 512], 4),
     "many": ({}, [500, 470], 8),
     # More parts than a program usually merges at once: a row's columns are several programs'.
     "many, of many": ({"num_heads": 2, "num_kv_heads": 1}, [2300], 24),
