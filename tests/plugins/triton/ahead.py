@@ -150,7 +150,7 @@ STEPS: dict[str, tuple[str, Lengths]] = {
     "pieces": ("prefill_kernel", ALONE),
     "paged": ("prefill_kernel", CHUNKS),
     "paged pieces": ("prefill_kernel", CHUNK),
-    "merge": ("merge_kernel", [(64, 1 << 13)]),
+    "merge": ("merge_kernel", CHUNK),
     "merge listed": ("merge_kernel", UNEVEN),
     "merge many": ("merge_kernel", LONG),
 }
