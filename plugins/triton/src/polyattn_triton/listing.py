@@ -48,10 +48,8 @@ class Lister:
         alone = self.of_step and batch.all_decode
         if alone and isinstance(batch.mask, CustomMask) and batch.mask.over == "new":
             return False
-        return (
-            self.masks.trace.inputs.keys()
-            <= batch.inputs.keys() | self.masks.trace.constants.keys()
-        )
+        trace = self.masks.trace
+        return trace.inputs.keys() <= batch.inputs.keys() | trace.constants.keys()
 
     def listed(
         self, batch: Batch, spec: LayerSpec, config: Config, work: Tensor, count: int

@@ -179,11 +179,11 @@ def _attend(
         if FEW and BLOCK_N % BLOCK_SIZE == 0:
             offset = offs_n % BLOCK_SIZE
         row = block.to(tl.int64)
-        KEYS, k_row = placed(K, row * k_b, offset * k_t, FEW and READ_K is None)
+        at_block, place = row * k_b, offset * k_t
+        KEYS, k_row = placed(K, at_block, place, FEW and READ_K is None)
         if PAIRS or not ALIKE:
-            VALUES, v_row = placed(V, row * v_b, offset * v_t, FEW and READ_V is None)
-        else:
-            VALUES, v_row = placed(V, row * k_b, offset * k_t, FEW and READ_V is None)
+            at_block, place = row * v_b, offset * v_t
+        VALUES, v_row = placed(V, at_block, place, FEW and READ_V is None)
         tile_pos = tile * BLOCK_N
         tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
