@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, *,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *,
     scale: float | None = None, cap: float | None = None, bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output (queries, heads, size) and the LSE (heads, queries).
 
-    `query`, `key`, `value`: (tokens, heads, size). `seen`: bool (queries, keys), all by default. `bias`:
-    added to capped scores. A query that sees nothing has output 0 and LSE -inf.
+    `query`, `key`, `value`: (tokens, heads, size). `mask`: what a query sees, bool (queries, keys); all
+    by default. `bias`: added to capped scores. A query that sees nothing has output 0 and LSE -inf.
     """
     query, key, value = (tensor.double() for tensor in (query, key, value))
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -24,8 +24,8 @@ def attend(
         scores = cap * (scores / cap).tanh()
     if bias is not None:
         scores = scores + bias
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         column = sinks.double()[:, None, None].expand(-1, len(query), 1)
         scores = torch.cat([scores, column], -1)
@@ -42,6 +42,6 @@ def distances(queries: int, keys: int) -> Tensor:
 def in_window(queries: int, keys: int, left: int, right: int) -> Tensor:
     """Return which keys each query sees: so many before and behind its own, -1 for all."""
     behind = distances(queries, keys)
-    seen = torch.ones_like(behind, dtype=torch.bool)
-    seen = seen & (behind <= left) if left >= 0 else seen
-    return seen & (behind >= -right) if right >= 0 else seen
+    mask = torch.ones_like(behind, dtype=torch.bool)
+    mask = mask & (behind <= left) if left >= 0 else mask
+    return mask & (behind >= -right) if right >= 0 else mask

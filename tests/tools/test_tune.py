@@ -363,8 +363,8 @@ def test_each_of_a_ways_kernels_is_fitted_to_all_the_steps_that_it_takes() -> No
     for kind, (fitted, members) in found.items():
         assert fitted.form.deal == "whole" and fitted.error < 0.02
         assert {m.point(132).shape.dealt["whole"].kind or kind for m in members} == {kind}
-    taken = {kind: {m.sample.kind for m in members} for kind, (_, members) in found.items()}
-    assert taken["short"] == taken["chunked"] == {"short", "chunked"} and taken["low"] == {"short"}
+    kinds = {kind: {m.sample.kind for m in members} for kind, (_, members) in found.items()}
+    assert kinds["short"] == kinds["chunked"] == {"short", "chunked"} and kinds["low"] == {"short"}
     assert sum(len(members) for _, members in found.values()) == len(made)
 
 

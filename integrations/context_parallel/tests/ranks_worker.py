@@ -40,9 +40,8 @@ class Case:
 def spawned(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
     """Run `work(rank, size, *given)` in `size` processes of one thread; return what each found."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.device_mesh"]
-    )  # seconds of a processor a rank
+    # Importing torch takes seconds, which each rank would spend.
+    context.set_forkserver_preload(["torch.distributed.device_mesh"])
     queue = context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [

@@ -59,7 +59,7 @@ def test_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's own kernel isn't right beside NaN in unused slots: the general one is asked for."""
-    made: list[tuple[Any, ...]] = []
+    modules: list[tuple[Any, ...]] = []
     calls: list[dict[str, Any]] = []
 
     def xqa(
@@ -74,7 +74,7 @@ def test_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         output.fill_(3.0)
 
     def get_xqa_module(*args: Any, **kwargs: Any) -> Any:
-        made.append(tuple(bind("flashinfer", "get_xqa_module", args, kwargs).values()))
+        modules.append(tuple(bind("flashinfer", "get_xqa_module", args, kwargs).values()))
         return SimpleNamespace(xqa=xqa)
 
     module = ModuleType("flashinfer.xqa")
@@ -90,7 +90,7 @@ def test_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FlashInferTrtllm(spec, form, CPU)
     backend.prepare("decode")
     half, byte = torch.float16, torch.float8_e4m3fn
-    assert made == [(half, byte, form.block_size, 64, 4, True, half, 1)]
+    assert modules == [(half, byte, form.block_size, 64, 4, True, half, 1)]
     cache = KVCache.allocate(form, 8, torch.device("cpu"))
     out = torch.full((2, 8, 64), torch.nan, dtype=half)
     params = LayerParams(k_scale=0.5, v_scale=0.25)

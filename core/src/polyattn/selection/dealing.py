@@ -73,8 +73,8 @@ L2_BYTES = 50 << 20
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
 MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
-"""What a program that merges costs TRITON_ATTN, in the same of heads of one element. It has a row, or
-four of few parts; so many parts are read at once, the next ones after these."""
+"""What a program that merges costs TRITON_ATTN, in reads and writes of an element. It has a row, or four
+of few parts; so many parts are read at once, the next ones after these."""
 ALONE = 0.9
 """The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4

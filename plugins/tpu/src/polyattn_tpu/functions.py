@@ -217,10 +217,10 @@ def store(
             "the plan has no slots: its step has no slot_mapping; pass one to store keys"
         )
     for name, new, pages in (("key", key, cache.key), ("value", value, cache.value)):
-        wanted = None if pages is None else (len(plan.slots), pages.shape[1])
-        if (None if new is None else new.shape[:2]) != wanted:
-            shape = None if new is None else new.shape
-            raise BatchError(f"{name} is {shape}; the plan and the cache take {wanted}: see pad()")
+        leading = None if pages is None else (len(plan.slots), pages.shape[1])
+        shape = None if new is None else new.shape
+        if (shape and shape[:2]) != leading:
+            raise BatchError(f"{name} is {shape}; the plan and the cache take {leading}: see pad()")
     return write(cache, key, value, plan.slots, scales or Scales(), rows)
 
 

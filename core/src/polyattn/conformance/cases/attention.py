@@ -286,8 +286,9 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
         claimed = [name for name in claimed if not name.startswith("cache_positions")]
     for name in claimed:
         yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
-    for name in (n for n in SCALED if n in claimed):
-        yield f"pair scale {name}", base.replace(scale=1.31, **FEATURE_FIELDS[name])
+    for name in SCALED:
+        if name in claimed:
+            yield f"pair scale {name}", base.replace(scale=1.31, **FEATURE_FIELDS[name])
     if base.cached and "fp8_inputs" in claimed and not caps.fp8_compute:
         fields = fields_of(caps, "fp8_inputs", True) | {"fp8_compute": True}
         yield "feature fp8_inputs, fp8_compute", base.replace(**fields)

@@ -208,19 +208,19 @@ class Trace:
         return values
 
     def captured(self, device: torch.device) -> Callable[[], dict[str, Tensor]]:
-        """Return what gives the tensors that the functions close over, in their declared dtypes.
+        """Return a function of nothing, which returns the tensors that the functions close over.
 
-        Each call gives them as they are then, at the same addresses.
+        They are in their declared dtypes, and at the same addresses at each call, as they are then.
 
         Args:
             device: where they go.
 
         """
-        held = {
+        weights = {
             name: Weight(name, tensor, device, INPUT_DTYPES[self.inputs[name].dtype])
             for name, tensor in self.constants.items()
         }
-        return lambda: {name: weight.current() for name, weight in held.items()}
+        return lambda: {name: weight.current() for name, weight in weights.items()}
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
         """Return the number of a function's result, whose operations are added.
