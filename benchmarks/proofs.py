@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROOFS = ROOT / "core" / "src" / "polyattn" / "data" / "proofs.json"
 VLLM = frozenset({"FLASH_ATTN", "FLASH_ATTN_V3", "FLASH_ATTN_MLA", "FLASHMLA", "FLASHMLA_SPARSE"})
-"""What ran as vLLM 0.24.0 builds it in reports that name no build (`results/h200/README.md`)."""
+"""What ran as vLLM 0.24.0 builds it in reports that name no build (2026-11-22 and 2026-11-23, on H200s)."""
 DEVICE = re.compile(r"\((\w+) (\w+)\)$")
 
 
