@@ -90,7 +90,6 @@ NOT_COMPARED = tuple(
     (frozenset({"batch_invariant", platform}), "a GPU's products were not compared")
     for platform in ("cuda", "rocm")
 )
-NATIVE_DTYPES = names("float32 bfloat16 float16")
 # Every instruction set of x86 has run its kits and tests on a processor that has it, those of Arm in an
 # emulator.
 PROOF = {"x86_64": Proof.MEASURED, "aarch64": Proof.EMULATED}
@@ -102,7 +101,10 @@ PROOF_OF_RUNS = {
 NATIVE_LIBRARY: dict[str, Any] = {
     "probe": "polyattn_cpu.native.library:why_not",
     "runs": "polyattn_cpu.native.library:runs",
+    "proof": PROOF,
+    "proof_of_runs": PROOF_OF_RUNS,
 }
+NATIVE = Capabilities(platforms={"cpu": ()}, dtypes=names("float32 bfloat16 float16"))
 
 NATIVE_ATTN = BackendInfo(
     name="NATIVE_ATTN",
@@ -111,11 +113,9 @@ NATIVE_ATTN = BackendInfo(
     path="polyattn_cpu.native.attention:NativeAttention",
     rows_check="polyattn_cpu.native.rows:rows_problem",
     **NATIVE_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cpu": ()},
+    capabilities=NATIVE.but(
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
-        dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         layouts=("NHD", "HND", "contiguous"),
         phases=names("prefill decode mixed"),
@@ -134,8 +134,6 @@ NATIVE_ATTN = BackendInfo(
         ),
     ),
     priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
-    proof=PROOF,
-    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_MLA = BackendInfo(
@@ -144,17 +142,13 @@ NATIVE_MLA = BackendInfo(
     path="polyattn_cpu.native.attention:NativeMLA",
     rows_check="polyattn_cpu.native.rows:latent_problem",
     **NATIVE_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cpu": ()},
+    capabilities=NATIVE.but(
         kinds=frozenset({AttentionKind.MLA}),
-        dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         phases=names("decode"),
         features=names("causal v_head_size lse deterministic batch_invariant step_invariant"),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
-    proof=PROOF,
-    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_STORE = BackendInfo(
@@ -163,10 +157,8 @@ NATIVE_STORE = BackendInfo(
     path="polyattn_cpu.native.store:NativeStore",
     rows_check="polyattn_cpu.native.rows:store_problem",
     **NATIVE_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cpu": ()},
+    capabilities=NATIVE.but(
         kinds=frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
-        dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         layouts=("NHD", "HND", "contiguous"),
         phases=names("store"),
@@ -174,8 +166,6 @@ NATIVE_STORE = BackendInfo(
         norms=names("head token"),
     ),
     priorities=(Priority(score=100, why="one call instead of eight operators"),),
-    proof=PROOF,
-    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_SCAN = BackendInfo(
@@ -183,12 +173,10 @@ NATIVE_SCAN = BackendInfo(
     summary="Mamba, linear attention, delta rules and short convolutions, in C++ by the token",
     path="polyattn_cpu.native.scan:NativeScan",
     **NATIVE_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cpu": ()},
+    capabilities=NATIVE.but(
         kinds=frozenset(
             map(AttentionKind, names("short_conv mamba1 mamba2 linear gdn kda rwkv6 rwkv7"))
         ),
-        dtypes=NATIVE_DTYPES,
         state_targets=True,
         features=names(
             "causal gqa v_head_size deterministic batch_invariant step_invariant gated bc_in_float32 "
@@ -196,19 +184,14 @@ NATIVE_SCAN = BackendInfo(
         ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
-    proof=PROOF,
-    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_INDEX = BackendInfo(
     name="NATIVE_INDEX",
     summary="index keys scored, and the best candidates chosen, in C++ for each instruction set",
     path="polyattn_cpu.native.index:NativeIndex",
-    **NATIVE_LIBRARY,
-    capabilities=Capabilities(
-        platforms={"cpu": ()},
+    capabilities=NATIVE.but(
         kinds=frozenset({AttentionKind.SPARSE, AttentionKind.SPARSE_MLA}),
-        dtypes=NATIVE_DTYPES,
         phases=names("index"),
         features=Capabilities.features | {"batch_invariant", "step_invariant"},
         indexes=names(
@@ -217,10 +200,13 @@ NATIVE_INDEX = BackendInfo(
     ),
     priorities=(Priority(score=100, why="reads each index key once; ranks while it scores"),),
     # On an AMX processor it runs what AVX-512 has; it hasn't run on one, nor on Arm.
-    proof=PROOF | {"aarch64": Proof.COMPILED},
-    proof_of_runs={
-        name: Proof.COMPILED if name == "amx" or proof is Proof.EMULATED else proof
-        for name, proof in PROOF_OF_RUNS.items()
+    **NATIVE_LIBRARY
+    | {
+        "proof": PROOF | {"aarch64": Proof.COMPILED},
+        "proof_of_runs": {
+            name: Proof.COMPILED if name == "amx" or proof is Proof.EMULATED else proof
+            for name, proof in PROOF_OF_RUNS.items()
+        },
     },
 )
 

@@ -24,25 +24,16 @@ from polyattn.tools.replay.model.mixers import (
 )
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
-
-def self_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return Llama's attention."""
-    return "self_attn", SelfAttention(fields, spec)
+Making = Callable[[Fields, LayerSpec], tuple[str, Mixer]]
+"""Makes what mixes a layer's tokens; returns its name, too."""
 
 
-def biased_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return attention whose queries, keys and values have biases, and whose output has none."""
-    return "self_attn", SelfAttention(fields, spec, qkv_bias=True, out_bias=False)
+def attention(**options: bool) -> Making:
+    """Return what makes Llama's attention; `options` as `SelfAttention` takes them."""
+    return lambda fields, spec: ("self_attn", SelfAttention(fields, spec, **options))
 
 
-def fused_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return attention with one projection for queries, keys and values."""
-    return "self_attn", SelfAttention(fields, spec, fused=True)
-
-
-def glm4_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
-    """Return attention whose output has no bias."""
-    return "self_attn", SelfAttention(fields, spec, out_bias=False)
+llama_attention = attention()
 
 
 def latent_attention(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
@@ -59,7 +50,7 @@ def jamba_mixer(fields: Fields, spec: LayerSpec) -> tuple[str, Mixer]:
     """Return Mamba-1 or attention."""
     if spec.kind.is_recurrent:
         return "mamba", JambaMamba(fields, spec)
-    return self_attention(fields, spec)
+    return llama_attention(fields, spec)
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class Architecture:
     `norms`: before and after what mixes, before and after what follows; empty for none.
     """
 
-    mixer: Callable[[Fields, LayerSpec], tuple[str, Mixer]] = self_attention
+    mixer: Making = llama_attention
     feed_forward: Callable[[Fields, int], nn.Module] | None = feed_forward.dense
     feed_forward_name: str = "mlp"
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -90,18 +81,18 @@ GEMMA_NORMS = (
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
     "mistral": Architecture(),
-    "qwen2": Architecture(biased_attention),
+    "qwen2": Architecture(attention(qkv_bias=True, out_bias=False)),
     "qwen3": Architecture(),
     "qwen3_moe": Architecture(feed_forward=feed_forward.qwen3_moe),
     "mixtral": Architecture(
         feed_forward=feed_forward.mixtral, feed_forward_name="block_sparse_moe"
     ),
-    "phi3": Architecture(fused_attention, feed_forward.fused),
+    "phi3": Architecture(attention(fused=True), feed_forward.fused),
     "olmo2": Architecture(
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ),
     "glm4": Architecture(
-        glm4_attention, feed_forward.fused,
+        attention(out_bias=False), feed_forward.fused,
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm",
                "post_mlp_layernorm"),
     ),
