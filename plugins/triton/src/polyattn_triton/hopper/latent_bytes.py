@@ -370,35 +370,13 @@ def latent_bytes_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     powers_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
     flags_smem = gl.allocate_shared_memory(gl.float32, [4], LINE)
-    full, empty = turns(STAGES, 2)
+    BARRIERS = turns(STAGES, 2)
     STEP = (SEQ_LENS, STARTS, WORK, tiles)
     FORM: gl.constexpr = (HEADS, HAS_LSE, ROWS)
     FROM = (Q, q_t, q_h)
     TO = (OUT, LSE, PARTS, PART_LSE, o_t, o_h, lse_t, scale * LOG2E, v_scale)
-    SMEM = (
-        q_smem,
-        k_smem,
-        turned_smem,
-        q_turned,
-        p_smem,
-        warps_smem,
-        powers_smem,
-        flags_smem,
-    )
+    SMEM = (q_smem, k_smem, turned_smem, q_turned, p_smem, warps_smem, powers_smem, flags_smem)
     PIPE: gl.constexpr = (ROWS, STAGES, 1, 1)
-    consuming = (FROM, TO, STEP, SMEM, (full, empty), FORM)
-    producing = (
-        WIDE,
-        NARROW,
-        BT,
-        k_b,
-        table_s,
-        STEP,
-        SMEM,
-        (full, empty),
-        HEADS,
-        BLOCK_SIZE,
-        FEW,
-        PIPE,
-    )
+    consuming = (FROM, TO, STEP, SMEM, BARRIERS, FORM)
+    producing = (WIDE, NARROW, BT, k_b, table_s, STEP, SMEM, BARRIERS, HEADS, BLOCK_SIZE, FEW, PIPE)
     gl.warp_specialize([(_attend, consuming), (produce, producing)], [1], [24])
