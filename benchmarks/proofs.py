@@ -24,8 +24,6 @@ from polyattn.registry.info import BackendInfo
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROOFS = ROOT / "core" / "src" / "polyattn" / "data" / "proofs.json"
-VLLM = frozenset({"FLASH_ATTN", "FLASH_ATTN_V3", "FLASH_ATTN_MLA", "FLASHMLA", "FLASHMLA_SPARSE"})
-"""What ran as vLLM 0.24.0 builds it in reports that name no build (2026-11-22 and 2026-11-23, on H200s)."""
 DEVICE = re.compile(r"\((\w+) (\w+)\)$")
 
 
@@ -62,18 +60,6 @@ def wanted(info: BackendInfo, platform: str, arch: str) -> set[str]:
     return {case.id for case in derive(info, Device(platform, arch).on(torch_device))}
 
 
-def named_build(row: dict[str, Any], platform: str) -> str:
-    """Return which build a report is of; of an earlier one, the only one that the platform has."""
-    info = discover().backends[row["backend"]]
-    there = [build for build in info.variants if platform in build.capabilities.platforms]
-    if "build" in row or not info.variants:
-        return str(row.get("build", ""))
-    if len(there) == 1:
-        return there[0].name
-    assert info.name in VLLM, f"which build of {info.name} ran?"
-    return "vllm"
-
-
 def build_of(info: BackendInfo, name: str) -> BackendInfo:
     return next((build for build in info.builds if build.build == name), info)
 
@@ -87,7 +73,7 @@ def records() -> dict[str, list[dict[str, Any]]]:
             continue
         runs = row.get("runs", row.get("isa", "")).partition(" ")[0]
         named = "" if "ids" in row else str(path)  # what names no cases stands by itself
-        build = named_build(row, where[1])
+        build = str(row.get("build", ""))
         key = (row["backend"], *where.groups(), build, runs, named)
         together[key].append((path, row))
     made: dict[str, list[dict[str, Any]]] = defaultdict(list)
