@@ -9,7 +9,7 @@ from polyattn import LayerSpec, Role, RopeSpec
 
 from polyattn_models.attention import head_sizes
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Stack, Towers, unserved
+from polyattn_models.layers import Missing, Reader, Stack, Towers, spec_of, unserved
 from polyattn_models.patterns import FULL, SLIDING, layer_types, starting
 from polyattn_models.rotary import nested_parameters, read_rope
 
@@ -34,9 +34,7 @@ def encoder(
         if "is_decoder" not in cfg.cls.fields:
             cfg.only("is_decoder", False)
         role: dict[str, Any] = {} if cfg.flag("is_decoder") else ENCODER
-        spec = LayerSpec(
-            num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role
-        )
+        spec = spec_of(cfg, heads, size, rope=rope(cfg, size), **role)
         count = cfg.need("num_hidden_layers") * (cfg.integer("inner_group_num") or 1)
         return {tower: [spec] * count}
 
@@ -74,15 +72,14 @@ def xlm(cfg: Config) -> Stack:
     cfg.only("is_encoder", True)
     causal = cfg.flag("causal")
     role: dict[str, Any] = {} if causal else ENCODER
-    spec = LayerSpec(num_heads=heads, head_size=width // heads, dtype=cfg.dtype, **role)
-    return [spec] * cfg.need("n_layers")
+    return [spec_of(cfg, heads, width // heads, **role)] * cfg.need("n_layers")
 
 
 def git(cfg: Config) -> Towers:
     """GIT: text that attends causally; image tokens before it see each other both ways."""
     cfg.get("num_image_with_embedding")
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    text = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
+    text = spec_of(cfg, heads, size)
     vision = encoder("vision")(cfg.part("vision_config", "git_vision_model"))
     return {"text": [text] * cfg.need("num_hidden_layers"), **vision}
 
@@ -113,9 +110,8 @@ def modernbert(causal: bool) -> Reader:
         window = half if causal else half + 1
         role: dict[str, Any] = {} if causal else ENCODER
         return [
-            LayerSpec(
-                num_heads=heads, head_size=size, dtype=cfg.dtype,
-                sliding_window=window if kind == SLIDING else None,
+            spec_of(
+                cfg, heads, size, sliding_window=window if kind == SLIDING else None,
                 rope=_modernbert_rope(cfg, size, kind), **role,
             )
             for kind in types
@@ -148,8 +144,7 @@ def two_towers(causal_text: bool) -> Reader:
 def causal_text_tower(cfg: Config) -> Stack:
     """CLIP's text tower has a causal mask."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, cached=False)
-    return [spec] * cfg.need("num_hidden_layers")
+    return [spec_of(cfg, heads, size, cached=False)] * cfg.need("num_hidden_layers")
 
 
 def encoder_decoder(cfg: Config) -> Towers:
@@ -167,13 +162,7 @@ def _side(cfg: Config, side: str, role: Role) -> LayerSpec:
     width, heads = cfg.need("d_model"), cfg.need(f"{side}_attention_heads")
     if width % heads:
         raise cfg.error(f"{side}_attention_heads", heads, f"doesn't divide d_model={width}")
-    return LayerSpec(
-        num_heads=heads,
-        head_size=width // heads,
-        dtype=cfg.dtype,
-        role=role,
-        causal=role is Role.DECODER,
-    )
+    return spec_of(cfg, heads, width // heads, role=role, causal=role is Role.DECODER)
 
 
 def t5(cfg: Config) -> Towers:
@@ -181,10 +170,8 @@ def t5(cfg: Config) -> Towers:
     heads, size = cfg.need("num_heads"), cfg.need("d_kv")
 
     def spec(role: Role, variant: str | None) -> LayerSpec:
-        return LayerSpec(
-            num_heads=heads, head_size=size, dtype=cfg.dtype, role=role, scale=1.0,
-            causal=role is Role.DECODER, variant=variant,
-        )  # fmt: skip
+        causal = role is Role.DECODER
+        return spec_of(cfg, heads, size, role=role, scale=1.0, causal=causal, variant=variant)
 
     decoder = (spec(Role.DECODER, "relative_bias"), spec(Role.CROSS, None))
     return {

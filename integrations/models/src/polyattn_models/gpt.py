@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from polyattn import LayerSpec, RopeSpec
+from polyattn import RopeSpec
 
 from polyattn_models.attention import Decoder, head_sizes, no_rope
 from polyattn_models.config import Config, unknown_choice
 from polyattn_models.encoders import RELATIVE_BIAS
-from polyattn_models.layers import Missing, Reader, Stack, unserved
+from polyattn_models.layers import Missing, Reader, Stack, spec_of, unserved
 from polyattn_models.rotary import read_rope
 
 HASHED = "attention within buckets of a hash that is drawn at random in each call"
@@ -52,13 +52,8 @@ def dbrx(cfg: Config) -> Stack:
     for name in ("attn_pdrop", "clip_qkv", "model_type"):
         part.get(name)
     theta = part.number("rope_theta", 10000.0)
-    spec = LayerSpec(
-        num_heads=heads,
-        num_kv_heads=part.integer("kv_n_heads") or 1,
-        head_size=size,
-        dtype=cfg.dtype,
-        rope=read_rope(cfg, size),
-    )
+    kv_heads = part.integer("kv_n_heads") or 1
+    spec = spec_of(cfg, heads, size, num_kv_heads=kv_heads, rope=read_rope(cfg, size))
     if spec.rope is not None and spec.rope.base != theta:
         raise part.error("rope_theta", theta, f"isn't rope_parameters.rope_theta={spec.rope.base}")
     return [spec] * cfg.need("num_hidden_layers")
@@ -86,13 +81,7 @@ def falcon(cfg: Config) -> Stack:
     count = cfg.need("num_hidden_layers")
     if cfg.flag("alibi"):
         return [Missing("ALiBi that is scaled together with the logits")] * count
-    spec = LayerSpec(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=size,
-        dtype=cfg.dtype,
-        rope=read_rope(cfg, size),
-    )
+    spec = spec_of(cfg, heads, size, num_kv_heads=kv_heads, rope=read_rope(cfg, size))
     return [spec] * count
 
 
@@ -100,8 +89,7 @@ def bloom(cfg: Config) -> Stack:
     """ALiBi."""
     heads, size = _embedded_heads(cfg)
     cfg.get("offset_alibi")  # no code has ever used it
-    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, alibi=True)
-    return [spec] * cfg.need("num_hidden_layers")
+    return [spec_of(cfg, heads, size, alibi=True)] * cfg.need("num_hidden_layers")
 
 
 def mpt(cfg: Config) -> Stack:
@@ -115,13 +103,8 @@ def mpt(cfg: Config) -> Stack:
     part.only("attn_uses_sequence_id", False)
     for name in ("attn_impl", "attn_pdrop", "clip_qkv", "model_type"):
         part.get(name)
-    spec = LayerSpec(
-        num_heads=heads,
-        head_size=size,
-        dtype=cfg.dtype,
-        scale=part.number("softmax_scale") or 0.0,
-        alibi=part.flag("alibi", True),
-    )
+    scale, alibi = part.number("softmax_scale") or 0.0, part.flag("alibi", True)
+    spec = spec_of(cfg, heads, size, scale=scale, alibi=alibi)
     return [spec] * cfg.need("num_hidden_layers")
 
 
@@ -153,7 +136,7 @@ def gpt_neo(cfg: Config) -> Stack:
     for kind in kinds:
         if kind not in windows:
             raise unknown_choice(cfg, "attention_types", kind, list(windows))
-    spec = LayerSpec(num_heads=heads, head_size=size, scale=1.0, dtype=cfg.dtype)
+    spec = spec_of(cfg, heads, size, scale=1.0)
     return [spec.replace(sliding_window=windows[kind]) for kind in kinds]
 
 

@@ -6,7 +6,7 @@ from polyattn import LayerSpec, RopeSpec
 
 from polyattn_models.attention import Decoder, no_rope, rotary, stack, window
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Stack
+from polyattn_models.layers import Reader, Stack, spec_of
 from polyattn_models.mla import latent_attention
 from polyattn_models.patterns import (
     CONV,
@@ -116,14 +116,9 @@ def _shared_attention(cfg: Config, rotates: bool) -> LayerSpec:
     width, heads = 2 * cfg.need("hidden_size"), cfg.need("num_attention_heads")
     cfg.only("attention_hidden_size", width)
     size = cfg.integer("attention_head_dim") or width // heads
-    return LayerSpec(
-        num_heads=heads,
-        num_kv_heads=cfg.integer("num_key_value_heads") or heads,
-        head_size=size,
-        scale=(size / 2) ** -0.5,
-        dtype=cfg.dtype,
-        rope=read_rope(cfg, size) if rotates else None,
-    )
+    kv_heads = cfg.integer("num_key_value_heads") or heads
+    rope = read_rope(cfg, size) if rotates else None
+    return spec_of(cfg, heads, size, num_kv_heads=kv_heads, scale=(size / 2) ** -0.5, rope=rope)
 
 
 def zamba(cfg: Config) -> Stack:

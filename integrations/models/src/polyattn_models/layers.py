@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from polyattn import LayerSpec
 from polyattn.errors import ConfigError, ranges
@@ -38,6 +39,11 @@ Stack = Sequence[Part | tuple[Part, ...]]
 Towers = dict[str, Stack]
 Reader = Callable[[Config], Stack | Towers]
 """Returns each tower's layers, or those of a text tower alone."""
+
+
+def spec_of(cfg: Config, heads: int, size: int, **fields: Any) -> LayerSpec:
+    """Return a layer of so many heads of a size, in the config's dtype."""
+    return LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, **fields)
 
 
 def towers_of(layers: Stack | Towers) -> Towers:

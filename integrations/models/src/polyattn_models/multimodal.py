@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyattn import LayerSpec, Role
+from polyattn import Role
 from polyattn.errors import ConfigError
 
 from polyattn_models import by_type, decoders, encoders, gpt, hybrids, mla, sparse
 from polyattn_models.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn_models.config import Config
-from polyattn_models.layers import Missing, Reader, Stack, Towers, towers_of, unserved
+from polyattn_models.layers import Missing, Reader, Stack, Towers, spec_of, towers_of, unserved
 
 OTHER_AXES = "a rotary embedding whose pairs follow other axes than sections name"
 CONVOLVED = "convolutions of keys and values before attention"
@@ -122,14 +122,7 @@ def mllama_text(cfg: Config) -> Stack:
     crosses = cfg.items("cross_attention_layers", int) or [3, 8, 13, 18, 23, 28, 33, 38]
     heads, kv_heads, size = head_sizes(cfg, head_dim=False)
     self_attention = Decoder(head_dim=False).layer(cfg, 0)
-    cross = LayerSpec(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=size,
-        dtype=cfg.dtype,
-        role=Role.CROSS,
-        causal=False,
-    )
+    cross = spec_of(cfg, heads, size, num_kv_heads=kv_heads, role=Role.CROSS, causal=False)
     count = cfg.need("num_hidden_layers")
     return [cross if i in crosses else self_attention for i in range(count)]
 
@@ -137,9 +130,7 @@ def mllama_text(cfg: Config) -> Stack:
 def mllama_vision(cfg: Config) -> Towers:
     """A local and a global encoder, one after the other."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    spec = LayerSpec(
-        num_heads=heads, head_size=size, dtype=cfg.dtype, role=Role.ENCODER_ONLY, causal=False
-    )
+    spec = spec_of(cfg, heads, size, **encoders.ENCODER)
     return {"vision": [spec] * (cfg.need("num_hidden_layers") + cfg.need("num_global_layers"))}
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from polyattn import AttentionKind, LayerSpec, RecurrentSpec
 
 from polyattn_models.config import Config
-from polyattn_models.layers import Reader, Stack, unserved
+from polyattn_models.layers import Reader, Stack, spec_of, unserved
+
+
+def recurrence(
+    cfg: Config, kind: AttentionKind, heads: int, size: int, form: RecurrentSpec, **more: Any
+) -> LayerSpec:
+    """Return a recurrent layer; `more`: fields of `LayerSpec`."""
+    return spec_of(cfg, heads, size, kind=kind, recurrent=form, **more)
 
 
 def mamba1(
@@ -22,18 +30,11 @@ def mamba1(
 
     `activation` names the field of the convolution's.
     """
-    return LayerSpec(
-        kind=AttentionKind.MAMBA1,
-        num_heads=channels,
-        head_size=1,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(
-            state_size=state,
-            conv_width=width,
-            activation=silu(cfg, activation),
-            channel_groups=groups,
-        ),
+    silu(cfg, activation)
+    form = RecurrentSpec(
+        state_size=state, conv_width=width, activation="silu", channel_groups=groups
     )
+    return recurrence(cfg, AttentionKind.MAMBA1, channels, 1, form)
 
 
 def mamba2(
@@ -56,14 +57,8 @@ def mamba2(
         silu(cfg, activation)
     if heads % groups:
         raise cfg.error("n_groups", groups, f"doesn't divide the {heads} heads")
-    return LayerSpec(
-        kind=AttentionKind.MAMBA2,
-        num_heads=heads,
-        num_kv_heads=groups,
-        head_size=head_size,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation="silu"),
-    )
+    form = RecurrentSpec(state_size=state, conv_width=width, activation="silu")
+    return recurrence(cfg, AttentionKind.MAMBA2, heads, head_size, form, num_kv_heads=groups)
 
 
 def silu(cfg: Config, name: str = "hidden_act") -> str:
@@ -78,31 +73,17 @@ def gated_delta(cfg: Config) -> LayerSpec:
     if heads % groups:
         raise cfg.error("linear_num_key_heads", groups, f"doesn't divide the {heads} value heads")
     size = cfg.need("linear_key_head_dim")
-    return LayerSpec(
-        kind=AttentionKind.GDN,
-        num_heads=heads,
-        num_kv_heads=groups,
-        head_size=size,
-        v_head_size=cfg.need("linear_value_head_dim"),
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(
-            state_size=size,
-            conv_width=cfg.need("linear_conv_kernel_dim"),
-            activation=silu(cfg),
-            qk_norm=True,
-        ),
+    values, width = cfg.need("linear_value_head_dim"), cfg.need("linear_conv_kernel_dim")
+    form = RecurrentSpec(state_size=size, conv_width=width, activation=silu(cfg), qk_norm=True)
+    return recurrence(
+        cfg, AttentionKind.GDN, heads, size, form, num_kv_heads=groups, v_head_size=values
     )
 
 
 def lightning(cfg: Config, heads: int, size: int) -> LayerSpec:
     """Return lightning attention (MiniMax)."""
-    return LayerSpec(
-        kind=AttentionKind.LINEAR,
-        num_heads=heads,
-        head_size=size,
-        scale=1.0,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=size),
+    return recurrence(
+        cfg, AttentionKind.LINEAR, heads, size, RecurrentSpec(state_size=size), scale=1.0
     )
 
 
@@ -120,15 +101,8 @@ def kimi_sizes(cfg: Config, part: Config | None) -> list[int]:
 
 def kimi_delta(cfg: Config, heads: int, size: int, width: int) -> LayerSpec:
     """Return Kimi delta attention (Kimi Linear)."""
-    return LayerSpec(
-        kind=AttentionKind.KDA,
-        num_heads=heads,
-        head_size=size,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(
-            state_size=size, conv_width=width, activation=silu(cfg), qk_norm=True
-        ),
-    )
+    form = RecurrentSpec(state_size=size, conv_width=width, activation=silu(cfg), qk_norm=True)
+    return recurrence(cfg, AttentionKind.KDA, heads, size, form)
 
 
 def gated_linear_unit(cfg: Config) -> LayerSpec:
@@ -137,24 +111,14 @@ def gated_linear_unit(cfg: Config) -> LayerSpec:
     channels = cfg.need("hidden_size") if channels is None else channels
     if channels % blocks:
         raise cfg.error("lru_width", channels, f"is no multiple of num_attention_heads={blocks}")
-    return LayerSpec(
-        kind=AttentionKind.RG_LRU,
-        num_heads=channels,
-        head_size=1,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(conv_width=cfg.need("conv1d_width")),
-    )
+    form = RecurrentSpec(conv_width=cfg.need("conv1d_width"))
+    return recurrence(cfg, AttentionKind.RG_LRU, channels, 1, form)
 
 
 def short_convolution(cfg: Config) -> LayerSpec:
     """Return a gated short convolution (LFM2)."""
-    return LayerSpec(
-        kind=AttentionKind.SHORT_CONV,
-        num_heads=cfg.need("hidden_size"),
-        head_size=1,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(conv_width=cfg.need("conv_L_cache")),
-    )
+    channels, form = cfg.need("hidden_size"), RecurrentSpec(conv_width=cfg.need("conv_L_cache"))
+    return recurrence(cfg, AttentionKind.SHORT_CONV, channels, 1, form)
 
 
 def widened(cfg: Config, *names: str) -> int:
@@ -220,15 +184,8 @@ def _rwkv6(cfg: Config) -> Stack:
         if hidden % keys:
             raise cfg.error("head_size", keys, f"doesn't divide attention_hidden_size={hidden}")
         heads, values = hidden // keys, keys
-    layer = LayerSpec(
-        kind=AttentionKind.RWKV6,
-        num_heads=heads,
-        head_size=keys,
-        v_head_size=values,
-        scale=1.0,
-        dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=keys),
-    )
+    form = RecurrentSpec(state_size=keys)
+    layer = recurrence(cfg, AttentionKind.RWKV6, heads, keys, form, v_head_size=values, scale=1.0)
     return [layer] * cfg.need("num_hidden_layers")
 
 
@@ -260,18 +217,9 @@ def _rwkv7(cfg: Config) -> Stack:
         raise cfg.error(
             "value_dim", value, f"must be multiples of hidden_size={hidden}, one a layer"
         )
-    return [
-        LayerSpec(
-            kind=AttentionKind.RWKV7,
-            num_heads=hidden // size,
-            head_size=size,
-            v_head_size=v * size // hidden,
-            scale=1.0,
-            dtype=cfg.dtype,
-            recurrent=RecurrentSpec(state_size=size),
-        )
-        for v in values
-    ]
+    form = RecurrentSpec(state_size=size)
+    layer = recurrence(cfg, AttentionKind.RWKV7, hidden // size, size, form, scale=1.0)
+    return [layer.replace(v_head_size=v * size // hidden) for v in values]
 
 
 READERS: dict[str, Reader] = {
