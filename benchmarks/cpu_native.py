@@ -173,10 +173,7 @@ def index_floors(
     for way, count in (("rows", 0), ("products", products)):
         for ahead in (0, 4096, 8192, 16384):
             name = f"{way} {ahead}"
-            calls |= {
-                f"before {name}": read,
-                name: partial(read_runs, runs, size, ahead, count),
-            }
+            calls |= {f"before {name}": read, name: partial(read_runs, runs, size, ahead, count)}
     return calls
 
 

@@ -16,10 +16,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
     "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-SLIDING = {
-    "sliding_window": 64,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+SLIDING = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},

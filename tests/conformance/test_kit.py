@@ -38,8 +38,7 @@ CPU = resolve_device("cpu")
 
 NATIVE = [
     pytest.param(
-        name,
-        marks=(pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"), *marks),
+        name, marks=(pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"), *marks)
     )
     for name, *marks in (("NATIVE_ATTN",), ("NATIVE_MLA", pytest.mark.slow), ("NATIVE_STORE",))
 ]

@@ -10,12 +10,7 @@ import torch
 from polyattn.calls.bound import attend_whole
 from polyattn.calls.dense import attend_dense
 from polyattn.calls.memo import memo
-from polyattn.calls.plans import (
-    CallOptions,
-    group_for_call,
-    plan_lengths,
-    run_plan,
-)
+from polyattn.calls.plans import CallOptions, group_for_call, plan_lengths, run_plan
 from polyattn.kernel import BatchError
 from torch import Tensor
 

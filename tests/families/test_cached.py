@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 from formulas import attend, in_window
-from polyattn.calls.caller_cache import (
-    CallerCache,
-    NewKeys,
-    RotaryTables,
-    attend_cached,
-)
+from polyattn.calls.caller_cache import CallerCache, NewKeys, RotaryTables, attend_cached
 from polyattn.calls.plans import CallOptions
 from polyattn.calls.views import joined_pages
 from polyattn.errors import CacheError, PolyattnError

@@ -56,9 +56,7 @@ def test_a_batch_inside_a_compiled_function_is_refused(family: type[Any]) -> Non
 
 
 @FAMILIES
-def test_another_thread_that_compiles_changes_no_eager_call(
-    family: type[Any],
-) -> None:
+def test_another_thread_that_compiles_changes_no_eager_call(family: type[Any]) -> None:
     """Torch's flag is one for all threads."""
     step, seen = family(), []
     expected = step.run(step.layer, step.batch, *step.inputs)

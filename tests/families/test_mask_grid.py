@@ -10,10 +10,7 @@ from polyattn import Device
 HOST = Device("cpu", "x86_64", torch_device="cpu")
 
 
-CASES = [
-    pytest.param(GRID, id="grid"),
-    pytest.param(BEYOND, id="beyond", marks=pytest.mark.slow),
-]
+CASES = [pytest.param(GRID, id="grid"), pytest.param(BEYOND, id="beyond", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -37,10 +37,7 @@ from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16)
 LENS = [100, 70, 68, 90, 33]
-GIVEN: Levels = (
-    (SharedRun((0, 1, 2, 3), 0, 2),),
-    (SharedRun((0, 3), 2, 2),),
-)
+GIVEN: Levels = ((SharedRun((0, 1, 2, 3), 0, 2),), (SharedRun((0, 3), 2, 2),))
 """Two levels of blocks that rows have in common; the last row has its own alone."""
 
 

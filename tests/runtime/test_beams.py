@@ -132,10 +132,7 @@ def test_bad_input() -> None:
             ([5, 5], table, indirection, 8, 7),
             "step=7 must be an integer, the block size, 8, or more",
         ),
-        (
-            ([5, 5], table + 1, indirection, 8, 1 << 31),
-            "names block 1, whose tokens in steps of",
-        ),
+        (([5, 5], table + 1, indirection, 8, 1 << 31), "names block 1, whose tokens in steps of"),
         (([5, 5], table, indirection + 3, 8), r"cache_indirection\[0\] names beam 3; there are 3"),
     ):
         with pytest.raises(BatchError, match=text):

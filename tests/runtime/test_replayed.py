@@ -76,9 +76,7 @@ def test_a_replay_refuses_what_eager_steps_refuse(
         graph.replay(batch, inputs)
 
 
-def test_a_replayed_recurrence_needs_its_slots_and_targets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replayed_recurrence_needs_its_slots_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = RecurrentSpec(conv_width=4)
     spec = LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv)
     inputs = {"x": torch.zeros(2, 8)}

@@ -141,10 +141,7 @@ LAYER = LayerSpec(num_heads=24, num_kv_heads=8, head_size=128)
 
 @pytest.mark.parametrize(
     ("device", "fields", "costly", "free"),
-    [
-        ("a100", {}, "TRITON_ATTN", "FLASHINFER"),
-        ("mi300x", {}, "TRITON_ATTN", "ROCM_ATTN"),
-    ],
+    [("a100", {}, "TRITON_ATTN", "FLASHINFER"), ("mi300x", {}, "TRITON_ATTN", "ROCM_ATTN")],
 )
 def test_a_cost_that_was_not_measured_is_named_so(
     device: str, fields: dict[str, object], costly: str, free: str, caplog: pytest.LogCaptureFixture

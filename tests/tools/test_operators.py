@@ -286,11 +286,7 @@ def test_a_trace_may_begin_with_a_bom_and_hold_line_separators(files: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"),
-    [
-        (7, 50),
-        pytest.param(9, 2000, marks=pytest.mark.sweep),
-    ],
+    ("seed", "count"), [(7, 50), pytest.param(9, 2000, marks=pytest.mark.sweep)]
 )
 def test_generated_command_lines(
     files: Path, seed: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -346,11 +346,7 @@ def _problem(check: str, functions: AttentionVariant | RowFormat) -> str | None:
 
 
 def _facts(
-    spec: LayerSpec,
-    device: Device,
-    registry: Registry,
-    settings: Settings,
-    failed: dict[str, str],
+    spec: LayerSpec, device: Device, registry: Registry, settings: Settings, failed: dict[str, str]
 ) -> Facts:
     variant = None if spec.variant is None else variant_of(spec)
     stored = spec.kv_cache_dtype

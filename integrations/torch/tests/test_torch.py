@@ -284,9 +284,7 @@ def test_varlen_attn_over_pages() -> None:
 
 
 @torch.no_grad()
-def test_one_split_gives_a_sequence_its_bits_in_any_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_split_gives_a_sequence_its_bits_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own words for `num_splits=1`. Without it no level is asked for."""
     levels, attend_packed = set(), operators.attend_packed
 

@@ -149,7 +149,7 @@ PROCESS_AFTER = {
 TABLE = {
     "WritesTheTable": lambda self, plan, frame: (
         None if plan.batch.block_table is None else plan.batch.block_table[-1, -1].add_(1)
-    ),
+    )
 }
 
 

@@ -66,12 +66,12 @@ SPARSE = {
     "ChosenInOrder": chosen_in_order,
 }
 PLANS = {
-    "FirstLatentCache": lambda self, plan, frame: frame.but(cache=self.once(id(plan), frame.cache)),
+    "FirstLatentCache": lambda self, plan, frame: frame.but(cache=self.once(id(plan), frame.cache))
 }
 BITS = {
     "LatentLseInBits": lambda self, plan, frame: (
         None if frame.lse is None else frame.lse.mul_(1.4427)
-    ),
+    )
 }
 # One request's NaN is every request's.
 NAN = {"LatentNan": lambda self, plan, frame: frame.out.add_(0.0 * frame.query.sum())}

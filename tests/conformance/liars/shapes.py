@@ -29,7 +29,7 @@ BLOCKS = {
     # Those behind the eighth repeat its keys.
     "EightSequences": lambda self, batch, index, count: Plain.blocks(
         self, batch, min(index, 7), count
-    ),
+    )
 }
 SCALES = {
     "IgnoresKeyScale": lambda self, params: (1.0, params.v_scale),

@@ -78,13 +78,13 @@ AFTER = {
     # The query is scaled where it lies.
     "numeric": {"ScalesTheQuery": lambda self, plan, frame: frame.query.mul_(self.spec.scale)},
     "deterministic": {
-        "Dithers": lambda self, plan, frame: frame.out.mul_(1.0 + 4e-3 * torch.rand(())),
+        "Dithers": lambda self, plan, frame: frame.out.mul_(1.0 + 4e-3 * torch.rand(()))
     },
     # How keys are split, and sums rounded, depends on how many sequences there are.
     "regrouped": {
         "SplitsByTheBatch": lambda self, plan, frame: frame.out.mul_(
             1.0 + 1e-3 * (plan.batch.num_seqs % 7)
-        ),
+        )
     },
 }
 globals().update(lies(__name__, *(

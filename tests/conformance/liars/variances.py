@@ -76,11 +76,11 @@ HITS = {
     "HitsOfBlocks": lambda self, batch, index: (
         batch.lens[index] > batch.query_lens[index]
         and (batch.lens[index] - batch.query_lens[index]) % 16 == 0
-    ),
+    )
 }
 LONG = {
     # More than 512 queries, or after 512 keys, are cut.
-    "LongChunks": lambda self, batch, index: batch.query_lens[index] < batch.lens[index] > 512,
+    "LongChunks": lambda self, batch, index: batch.query_lens[index] < batch.lens[index] > 512
 }
 GIVEN = {
     "GivenKeys": lambda self, batch, index: not self.paged,

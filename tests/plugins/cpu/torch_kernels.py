@@ -21,12 +21,7 @@ CALLS = {"flash": 0, "efficient": 0, "dense": 0}
 
 
 def _sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    left: int,
-    right: int,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
     """Return (queries, heads, size) and (heads, queries): FlashAttention's +inf where none is seen."""
     output, lse = attend(

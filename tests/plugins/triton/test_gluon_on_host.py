@@ -194,8 +194,7 @@ def marks_of(form: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("form", "name"),
-    [pytest.param(*case, marks=marks_of(*case)) for case in PACKED],
+    ("form", "name"), [pytest.param(*case, marks=marks_of(*case)) for case in PACKED]
 )
 def test_packed_decode(form: str, name: str) -> None:
     changes, lens, sms = DECODES[name]
@@ -574,10 +573,7 @@ def test_every_unit_of_e4m3() -> None:
     """Of two units each operand has one's two numbers, or both's first ones and both's second ones."""
     pair = np.stack([UNITS, np.roll(UNITS, 4097)], -1)
     numbers = torch.from_numpy(pair.view(np.uint8)).view(torch.float8_e4m3fn).half().numpy()
-    for asm, places in (
-        (unpacking.BESIDE, ((0, 1), (2, 3))),
-        (unpacking.BELOW, ((0, 2), (1, 3))),
-    ):
+    for asm, places in ((unpacking.BESIDE, ((0, 1), (2, 3))), (unpacking.BELOW, ((0, 2), (1, 3)))):
         for bits, mine in zip(run_ptx(asm, 2, registers_of(pair)), places, strict=True):
             found = bits.view(np.float16).reshape(-1, 2)
             assert np.array_equal(found, numbers[:, list(mine)], equal_nan=True)

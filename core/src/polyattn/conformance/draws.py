@@ -10,12 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from polyattn.conformance.case import caches, served_phases
-from polyattn.conformance.cases.attention import (
-    FEATURE_FIELDS,
-    GQA_RATIOS,
-    HEAD_SIZES,
-    fields_of,
-)
+from polyattn.conformance.cases.attention import FEATURE_FIELDS, GQA_RATIOS, HEAD_SIZES, fields_of
 from polyattn.conformance.cases.functions import functions, refused
 from polyattn.conformance.cases.recurrent import specs as recurrent_specs
 from polyattn.conformance.harness.base import Harness

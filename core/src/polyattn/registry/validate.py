@@ -157,10 +157,7 @@ def path_problems(field: str, path: str | None, what: str) -> Iterator[str]:
         yield f"{field}={shown(path)} is no path; write 'package.module:{what}'"
 
 
-_PATHS: dict[type, tuple[str, ...]] = {
-    AttentionVariant: FUNCTIONS,
-    RowFormat: ("encode", "decode"),
-}
+_PATHS: dict[type, tuple[str, ...]] = {AttentionVariant: FUNCTIONS, RowFormat: ("encode", "decode")}
 """The functions of declarations whose classes belong to a layer's spec."""
 
 

@@ -52,10 +52,7 @@ class Layer(nn.Module, ABC):
     family: ClassVar[str]
 
     def __init__(
-        self,
-        group: LayerGroup | Selection | LayerSpec,
-        checks: bool | None,
-        own_keys: bool = True,
+        self, group: LayerGroup | Selection | LayerSpec, checks: bool | None, own_keys: bool = True
     ):
         super().__init__()
         flag("own_keys", own_keys)

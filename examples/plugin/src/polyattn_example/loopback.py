@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from polyattn.kernel import (
-    AttentionBackend,
-    Batch,
-    CacheFormat,
-    Device,
-    Frame,
-    LayerSpec,
-    Plan,
-)
+from polyattn.kernel import AttentionBackend, Batch, CacheFormat, Device, Frame, LayerSpec, Plan
 from polyattn_cpu.sdpa import TorchSDPA
 
 

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from polyattn import Attention, KVCache, LatentAttention
 from polyattn.errors import BatchError, SpecError
-from polyattn.host import (
-    Frame,
-    capturing,
-    check_on_device,
-    own_precision,
-    refuse_gradients,
-)
+from polyattn.host import Frame, capturing, check_on_device, own_precision, refuse_gradients
 from torch import Tensor, nn
 
 from polyattn_context_parallel.group import ContextGroup, ContextPlan

@@ -36,10 +36,7 @@ def get_batch_indices_positions(
     inside = row < len(lens)
     at = row.clamp(max=len(lens) - 1)
     place = token - indptr[at + 1] + lens[at]
-    pairs = (
-        row.masked_fill(~inside, -1).int(),
-        place.masked_fill(~inside, 0).int(),
-    )
+    pairs = (row.masked_fill(~inside, -1).int(), place.masked_fill(~inside, 0).int())
     if batch_indices is None or positions is None:
         return pairs
     return batch_indices.copy_(pairs[0]), positions.copy_(pairs[1])

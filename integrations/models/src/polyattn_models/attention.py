@@ -10,13 +10,7 @@ from polyattn import LayerSpec, NormSpec, RopeSpec
 
 from polyattn_models.config import Config
 from polyattn_models.layers import Part, Stack
-from polyattn_models.patterns import (
-    CHUNKED,
-    FULL,
-    SLIDING,
-    Pattern,
-    layer_types,
-)
+from polyattn_models.patterns import CHUNKED, FULL, SLIDING, Pattern, layer_types
 from polyattn_models.rotary import read_rope
 
 

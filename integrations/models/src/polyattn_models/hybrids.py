@@ -194,8 +194,7 @@ def recurrent_gemma(cfg: Config) -> Stack:
     if not kinds or set(kinds) - {"recurrent", "attention"}:
         raise cfg.error("block_types", kinds, "must list recurrent and attention")
     attention = Decoder(
-        window=lambda cfg: cfg.need("attention_window_size"),
-        rope=rotary(partial=0.5),
+        window=lambda cfg: cfg.need("attention_window_size"), rope=rotary(partial=0.5)
     )
     recurrent = gated_linear_unit(cfg)
     names = {"attention": SLIDING, "recurrent": LINEAR}

@@ -34,10 +34,7 @@ def latent_attention(
         scale=(nope + rotated) ** -0.5 * _magnitude(cfg),
         dtype=cfg.dtype,
         rope=rope,
-        latent=LatentSpec(
-            rank=cfg.need("kv_lora_rank"),
-            rope_head_size=rotated,
-        ),
+        latent=LatentSpec(rank=cfg.need("kv_lora_rank"), rope_head_size=rotated),
         sparse=SparseSpec(budget=topk) if topk else None,
         indexer=indexer,
     )

@@ -24,9 +24,7 @@ def register() -> None:
         add_deterministic_attention_backend_choices,
         add_radix_supported_deterministic_attention_backend_choices,
     )
-    from sglang.srt.layers.attention.attention_registry import (
-        register_attention_backend,
-    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     if "polyattn" not in ATTENTION_BACKEND_CHOICES:
         for add in (
@@ -40,9 +38,7 @@ def register() -> None:
 
 def create(runner: Any) -> Any:
     """Return the backend for one model runner, of SGLang's own base class."""
-    from sglang.srt.layers.attention.base_attn_backend import (
-        AttentionBackend,
-    )
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.runtime_context import get_exec
 
     backend: Any = type("PolyattnAttnBackend", (ServedAttention, AttentionBackend), {})

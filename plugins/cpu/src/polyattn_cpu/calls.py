@@ -28,13 +28,7 @@ class Given:
 class Paged:
     """Keys and values in the cache."""
 
-    def __init__(
-        self,
-        reader: PagedReader,
-        cache: KVCache,
-        index: int,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, reader: PagedReader, cache: KVCache, index: int, dtype: torch.dtype):
         self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:

@@ -261,8 +261,7 @@ TORCH_MLA_SPARSE = BackendInfo(
     summary="sparse MLA: attention to chosen rows of the latent cache, in torch",
     path="polyattn_cpu.mla:TorchSparseMLA",
     capabilities=LATENTS.but(
-        kinds=frozenset({AttentionKind.SPARSE_MLA}),
-        phases=Capabilities.phases,
+        kinds=frozenset({AttentionKind.SPARSE_MLA}), phases=Capabilities.phases
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="reads each chosen latent once for all heads"),

@@ -205,13 +205,7 @@ class TorchSDPA(AttentionBackend):
         return AttentionState(output[0].transpose(0, 1), lse[0].T)
 
     def _block(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        span: Span,
-        first: int,
-        call: Call,
+        self, query: Tensor, keys: Tensor, values: Tensor, span: Span, first: int, call: Call
     ) -> AttentionState:
         heads, rows = self.spec.num_heads, query.shape[0]
         if not span.size:
@@ -243,8 +237,7 @@ class TorchSDPA(AttentionBackend):
         folded = query.view(heads, groups, -1).transpose(0, 1)
         state = self._kernel(folded, keys, values, call, bias)
         return AttentionState(
-            state.output.transpose(0, 1).reshape(1, heads * groups, -1),
-            state.lse.T.reshape(1, -1),
+            state.output.transpose(0, 1).reshape(1, heads * groups, -1), state.lse.T.reshape(1, -1)
         )
 
     def _bias(

@@ -145,17 +145,11 @@ class UpstreamFlashAttention2(FlashAttention2):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        from flash_attn.flash_attn_interface import (
-            flash_attn_varlen_func,
-            flash_attn_with_kvcache,
-        )
+        from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self.varlen_func: Callable[..., Any] = flash_attn_varlen_func
         self.kvcache_func: Callable[..., Any] = flash_attn_with_kvcache
-        self.options = {
-            "softmax_scale": spec.scale,
-            "softcap": spec.logit_soft_cap or 0.0,
-        }
+        self.options = {"softmax_scale": spec.scale, "softcap": spec.logit_soft_cap or 0.0}
 
     def varlen(self, plan: FlashPlan, frame: Frame) -> tuple[Tensor, Tensor]:
         batch, table, spec = plan.batch, None, self.spec_of(plan.batch)

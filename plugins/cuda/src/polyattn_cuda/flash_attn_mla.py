@@ -6,16 +6,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import (
-    Batch,
-    CacheFormat,
-    Device,
-    Frame,
-    LayerSpec,
-    Plan,
-    blank,
-    store_lse,
-)
+from polyattn.kernel import Batch, CacheFormat, Device, Frame, LayerSpec, Plan, blank, store_lse
 from torch import Tensor
 
 from polyattn_cuda.latent import LatentAdapter, LatentPlan

@@ -74,8 +74,7 @@ FLASH_ATTN = BackendInfo.of_variants(
             decode_query_lens=1,
             excludes=(),
             remedies=dict.fromkeys(
-                ("logit_soft_cap", "alibi"),
-                "torch's varlen_attn has none: pip install flash-attn",
+                ("logit_soft_cap", "alibi"), "torch's varlen_attn has none: pip install flash-attn"
             ),
         ),
     ),

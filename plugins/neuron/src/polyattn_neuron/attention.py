@@ -6,15 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from polyattn.kernel import (
-    AttentionBackend,
-    Batch,
-    Frame,
-    LayerSpec,
-    Plan,
-    blank,
-    key_ranges,
-)
+from polyattn.kernel import AttentionBackend, Batch, Frame, LayerSpec, Plan, blank, key_ranges
 from torch import Tensor
 
 ROWS = 128

@@ -49,10 +49,7 @@ ROCM_ATTN = BackendInfo(
         excludes=(
             (names("lse decode"), "its paged decode returns no LSE"),
             SYMMETRIC_ALIBI,
-            (
-                names("fp8_e4m3 prefill"),
-                "its paged prefill reads only caches of the query's dtype",
-            ),
+            (names("fp8_e4m3 prefill"), "its paged prefill reads only caches of the query's dtype"),
         ),
     ),
     priorities=(

@@ -13,13 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from polyattn.kernel import (
-    LayerSpec,
-    Pointwise,
-    Trace,
-    VariantInput,
-    trace,
-)
+from polyattn.kernel import LayerSpec, Pointwise, Trace, VariantInput, trace
 
 from polyattn_tpu.places import Places
 from polyattn_tpu.pointwise_ops import Given

@@ -10,14 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from polyattn.kernel import (
-    RowFormat,
-    Trace,
-    UntraceableError,
-    sizes_of,
-    trace_encode,
-    trace_rows,
-)
+from polyattn.kernel import RowFormat, Trace, UntraceableError, sizes_of, trace_encode, trace_rows
 
 from polyattn_tpu.pointwise_ops import floor_div, floor_mod, log2, sigmoid
 

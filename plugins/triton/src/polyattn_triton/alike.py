@@ -21,15 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 import triton
-from polyattn.kernel import (
-    Batch,
-    BatchError,
-    CacheFormat,
-    Device,
-    Invariance,
-    LayerSpec,
-    Plan,
-)
+from polyattn.kernel import Batch, BatchError, CacheFormat, Device, Invariance, LayerSpec, Plan
 
 from polyattn_triton.launch import Merge, sent, staged
 from polyattn_triton.plan import AttentionPlan

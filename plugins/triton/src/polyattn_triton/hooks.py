@@ -53,11 +53,7 @@ ALIKE_WITHOUT = {
 
 
 def declared(
-    name: str,
-    path: str,
-    claims: Capabilities,
-    *priorities: Priority,
-    **fields: Any,
+    name: str, path: str, claims: Capabilities, *priorities: Priority, **fields: Any
 ) -> BackendInfo:
     """Return a backend of two builds: the compiled one, and the interpreted one for tests."""
     words = claims.dtypes | claims.kv_cache_dtypes | claims.features

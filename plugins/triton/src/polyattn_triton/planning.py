@@ -370,11 +370,7 @@ class PlannedAttention(AttentionBackend):
         self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before, most)
 
     def _plan_tiles(
-        self,
-        plan: AttentionPlan,
-        before: Tensor | None,
-        lister: Lister | None,
-        cut: bool = False,
+        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, cut: bool = False
     ) -> None:
         """Whole tiles, the ones with most keys first, where they end together; else stretches.
 

@@ -12,15 +12,7 @@ from torch import Tensor
 from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
-from polyattn_triton.launch import (
-    Kept,
-    Site,
-    Workspace,
-    fitting,
-    launches_early,
-    power,
-    to_device,
-)
+from polyattn_triton.launch import Kept, Site, Workspace, fitting, launches_early, power, to_device
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,
@@ -204,12 +196,7 @@ class PrefixLauncher:
         rows = rows_merged(spec)
         site(
             (plan.batch.num_tokens, -(-spec.gqa_ratio // rows), spec.num_kv_heads),
-            (
-                out,
-                out if lse is None else lse,
-                none if sinks is None else sinks,
-                *step.scales[2:],
-            ),
+            (out, out if lse is None else lse, none if sinks is None else sinks, *step.scales[2:]),
             (step.factors[1],),
             (0 if lse is None else lse.stride(0), parts, listed, part_rows),
             plan.merging,

@@ -7,14 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, caches, captures, served_phases, unread
-from polyattn.conformance.cases import (
-    forests,
-    functions,
-    invariance,
-    lasting,
-    published,
-    sparse,
-)
+from polyattn.conformance.cases import forests, functions, invariance, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, names
 from polyattn.registry.info import BackendInfo

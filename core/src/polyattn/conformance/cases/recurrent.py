@@ -37,7 +37,7 @@ PUBLISHED: dict[AttentionKind, dict[str, dict[str, Any]]] = {
             "num_heads": 512,
             "num_kv_heads": 512,
             "recurrent": RecurrentSpec(state_size=16),
-        },
+        }
     },
     AttentionKind.MAMBA2: {
         "Falcon-H1": _sized(4, 128, 1, state_size=256),
@@ -197,10 +197,7 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
             ("gated", spec(6, 24, 3, state_size=32, gated=True)),
         ]
     if kind is AttentionKind.LINEAR:
-        return [
-            ("64", spec(4, 64, state_size=64)),
-            ("odd", spec(3, 24, 3, 40, state_size=24)),
-        ]
+        return [("64", spec(4, 64, state_size=64)), ("odd", spec(3, 24, 3, 40, state_size=24))]
     if kind in (AttentionKind.RWKV6, AttentionKind.RWKV7):
         return [
             ("64", spec(4, 64, scale=1.0, state_size=64)),

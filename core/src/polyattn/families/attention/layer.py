@@ -24,13 +24,7 @@ from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import (
-    capturing,
-    check_aligned,
-    check_is_real,
-    check_tensor,
-    compiling,
-)
+from polyattn.runtime.inputs import capturing, check_aligned, check_is_real, check_tensor, compiling
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.program import LayerParams

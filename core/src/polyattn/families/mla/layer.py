@@ -11,10 +11,7 @@ from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import (
-    check_slots,
-    check_tensors,
-)
+from polyattn.runtime.inputs import check_slots, check_tensors
 from polyattn.runtime.layer import ChoosingLayer
 from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import LayerParams

@@ -20,11 +20,7 @@ from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.mla.absorption import absorb, expand_rows, project
-from polyattn.runtime.backend import (
-    AttentionBackend,
-    MergeBackend,
-    SparseBackend,
-)
+from polyattn.runtime.backend import AttentionBackend, MergeBackend, SparseBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.decompositions import Part, by_phase, planned_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner

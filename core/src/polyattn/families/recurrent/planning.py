@@ -10,11 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.recurrent.targets import (
-    check_room,
-    token_by_token,
-    whole_sequences,
-)
+from polyattn.families.recurrent.targets import check_room, token_by_token, whole_sequences
 from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize

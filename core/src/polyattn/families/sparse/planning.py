@@ -24,12 +24,7 @@ from polyattn.runtime.inputs import form_of
 from polyattn.runtime.merge import with_sinks
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import (
-    ChosenPages,
-    pages_of,
-    token_places,
-    visible_entries,
-)
+from polyattn.runtime.step.chosen_pages import ChosenPages, pages_of, token_places, visible_entries
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import questions, sparse_blocks

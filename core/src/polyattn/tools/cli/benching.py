@@ -51,10 +51,7 @@ def show(options: BenchOptions) -> int:
 
     Return 1 when not one backend could be measured.
     """
-    for name, value in (
-        ("seconds", options.seconds),
-        ("total-seconds", options.total_seconds),
-    ):
+    for name, value in (("seconds", options.seconds), ("total-seconds", options.total_seconds)):
         if not 0 < value <= LONGEST:
             raise SettingsError(f"--{name}={value} must be positive, {LONGEST} at most")
     if options.plot:
@@ -78,11 +75,7 @@ def show(options: BenchOptions) -> int:
     for text, rows_of in batches.items():
         check_room(_bytes(spec, rows_of, resolved), f"batch {text}", resolved, smaller)
     bench = Bench(
-        spec,
-        resolved,
-        options.seconds,
-        options.shared_prefix,
-        options.total_seconds / len(batches),
+        spec, resolved, options.seconds, options.shared_prefix, options.total_seconds / len(batches)
     )
     rows: list[dict[str, Any]] = []
     with said_plainly(smaller), progress("measuring", options.json) as tell:
@@ -357,7 +350,7 @@ def _print(
     )
     say(
         f"limits measured now: matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy or read, in GB/s, "
-        f"of {copies}\n",
+        f"of {copies}\n"
     )
     columns = {
         "batch": "{batch}", "backend": "{backend}", ">ms": "{ms:.3f}", ">/ best": "{over_best:.2f}",
@@ -371,7 +364,7 @@ def _print(
             say(
                 f"{row['batch']}, {row['backend']}: {row['blocks_read']} blocks read, "
                 f"{row['distinct_blocks']} distinct: {row['shared_bytes'] / 2**20:.1f} MiB are the same; "
-                f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all",
+                f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all"
             )
         if "cannot" in row:
             say(f"{row['batch']}: {row['cannot']}")

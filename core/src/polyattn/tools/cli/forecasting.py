@@ -116,7 +116,7 @@ def print_forecast(text: str, prediction: dict[str, Any]) -> None:
         shape = call["shape"]
         say(
             f"  {call['kind']}, {call['rows']}: {shape['rows']} rows, {shape['queries']} query tokens, "
-            f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}",
+            f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}"
         )
         if not call["candidates"]:
             continue

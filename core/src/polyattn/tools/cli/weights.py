@@ -16,13 +16,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.fields import Fields
-from polyattn.tools.replay.model.weights import (
-    Checkpoint,
-    RandomWeights,
-    Weights,
-    bytes_of,
-    load,
-)
+from polyattn.tools.replay.model.weights import Checkpoint, RandomWeights, Weights, bytes_of, load
 
 RANDOM = "random"
 ASK_FROM = 4 * 2**30

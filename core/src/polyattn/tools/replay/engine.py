@@ -19,13 +19,7 @@ from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
-from polyattn.tools.replay.memory import (
-    block_table,
-    pools_of,
-    state_pool,
-    step_batch,
-    taken_copies,
-)
+from polyattn.tools.replay.memory import block_table, pools_of, state_pool, step_batch, taken_copies
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.runner import ModelRunner
 from polyattn.tools.replay.model.step import GroupMemory
@@ -291,10 +285,7 @@ def _block_bytes(runner: Runner) -> int:
 
 
 def fit_requests(
-    requests: Sequence[Request],
-    cfg: Any,
-    specs: Sequence[LayerSpec],
-    max_tokens: int | None,
+    requests: Sequence[Request], cfg: Any, specs: Sequence[LayerSpec], max_tokens: int | None
 ) -> tuple[list[Request], int]:
     """Clip requests to the model's length. Returns them and the number of clipped ones."""
     if not specs:

@@ -64,11 +64,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        pools: Sequence[Pool],
-        budget: int,
-        max_seqs: int,
+        self, requests: Sequence[Request], pools: Sequence[Pool], budget: int, max_seqs: int
     ):
         self.pools, self.budget, self.max_seqs = list(pools), budget, max_seqs
         self.waiting = deque(Running(request) for request in requests)

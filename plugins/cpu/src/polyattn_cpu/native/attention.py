@@ -40,14 +40,7 @@ from polyattn_cpu.native.library import NativeError, isa, load
 from polyattn_cpu.native.reading import reads
 from polyattn_cpu.native.rows import program
 
-DTYPES = {
-    "float32": 0,
-    "bfloat16": 1,
-    "float16": 2,
-    "fp8_e4m3": 3,
-    "fp8_e5m2": 4,
-    "int8": 5,
-}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5}
 """`pa_dtype` of the names that a spec and a cache format use."""
 
 TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}

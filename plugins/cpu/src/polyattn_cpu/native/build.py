@@ -39,12 +39,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 _SVE, _SVE_BITS = "-march=armv8.2-a+sve", "-msve-vector-bits=256"
-BASES = {
-    "amx": "avx512",
-    "avx512_bf16": "avx512",
-    "sve256_bf16": "sve256",
-    "neon_bf16": "neon",
-}
+BASES = {"amx": "avx512", "avx512_bf16": "avx512", "sve256_bf16": "sve256", "neon_bf16": "neon"}
 """An instruction set that only multiplies bfloat16: its base has the other kernels."""
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {

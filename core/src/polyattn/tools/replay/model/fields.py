@@ -8,9 +8,7 @@ from typing import Any
 from polyattn.errors import nearest
 from polyattn.spec.models import model_reader
 
-ONLY = {
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-}
+ONLY = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}}
 """Fields of the publisher's own code with the only value that transformers computes."""
 
 
