@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from liars.plain import GraphPlan, HonestGraph, Plain
+from liars.plain import GraphPlan, HonestGraph
 from liars.recurrences import Scan
 from liars.told import lies
 from polyattn.kernel import AttentionKind, Batch, Frame, Plan, RecurrentFrame
@@ -26,21 +26,16 @@ class MixedPlan(GraphPlan):
 class HonestMixed(HonestGraph):
     """Reads where queries start from its plan's tensors, too."""
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        if isinstance(reuse, MixedPlan):
-            self.refill(reuse, batch)
-            return reuse
-        return MixedPlan(batch)
+    planned: ClassVar[type[GraphPlan]] = MixedPlan
 
     def refill(self, plan: GraphPlan, batch: Batch) -> None:
         super().refill(plan, batch)
         assert isinstance(plan, MixedPlan)
         plan.starts.copy_(batch.query_start_loc)
 
-    def run(self, plan: MixedPlan, frame: Frame) -> None:
-        held = Batch(plan.starts, plan.lens, plan.table)
-        held.causal = plan.batch.causal
-        Plain.run(self, Plan(held), frame)
+    def held(self, plan: GraphPlan) -> Batch:
+        assert isinstance(plan, MixedPlan)
+        return Batch(plan.starts, plan.lens, plan.table)
 
 
 class QueriesOfTheCapture(HonestMixed):

@@ -158,19 +158,25 @@ class GraphPlan(Plan):
 class HonestGraph(Plain):
     """Reads lengths and tables from its plan's tensors alone, and refills them."""
 
+    planned: ClassVar[type[GraphPlan]] = GraphPlan
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        if isinstance(reuse, GraphPlan):
+        if isinstance(reuse, self.planned):
             self.refill(reuse, batch)
             return reuse
-        return GraphPlan(batch)
+        return self.planned(batch)
 
     def refill(self, plan: GraphPlan, batch: Batch) -> None:
         assert batch.block_table is not None
         plan.lens.copy_(batch.seq_lens)
         plan.table.copy_(batch.block_table)
 
+    def held(self, plan: GraphPlan) -> Batch:
+        """Return the step as a plan's tensors have it."""
+        return Batch(plan.batch.starts, plan.lens, plan.table)
+
     def run(self, plan: GraphPlan, frame: Frame) -> None:
-        held = Batch(plan.batch.starts, plan.lens, plan.table)
+        held = self.held(plan)
         held.causal = plan.batch.causal
         super().run(Plan(held), frame)  # type: ignore[arg-type]
 

@@ -5,43 +5,20 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from liars.plain import Plain
-from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan, SharedRun
+from liars.plain import GraphPlan, HonestGraph
+from polyattn.kernel import Batch, KVCache, LayerParams, Plan, SharedRun
 from torch import Tensor
 
 
-class ForestPlan(Plan):
-    """The step in tensors of its own, and the forest beside it."""
-
-    __slots__ = ("lens", "table")
-
-    def __init__(self, batch: Batch):
-        super().__init__(batch)
-        assert batch.block_table is not None
-        self.lens, self.table = batch.seq_lens.clone(), batch.block_table.clone()
-
-
-class Forest(Plain):
+class Forest(HonestGraph):
     """Reads each run from its first row's table, a row's rest from its own; honest."""
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        if isinstance(reuse, ForestPlan):
-            self.refill(reuse, batch)
-            return reuse
-        return ForestPlan(batch)
-
-    def refill(self, plan: ForestPlan, batch: Batch) -> None:
-        assert batch.block_table is not None
-        plan.lens.copy_(batch.seq_lens)
-        plan.table.copy_(batch.block_table)
+    def refill(self, plan: GraphPlan, batch: Batch) -> None:
+        super().refill(plan, batch)
         plan.batch = plan.batch.with_shared_prefix(batch.shared_prefix)
 
-    def run(self, plan: ForestPlan, frame: Frame) -> None:
-        held = Batch(plan.batch.starts, plan.lens, plan.table).with_shared_prefix(
-            plan.batch.shared_prefix
-        )
-        held.causal = plan.batch.causal
-        super().run(Plan(held), frame)  # type: ignore[arg-type]
+    def held(self, plan: GraphPlan) -> Batch:
+        return super().held(plan).with_shared_prefix(plan.batch.shared_prefix)
 
     def runs(self, batch: Batch, index: int) -> list[SharedRun]:
         levels = batch.shared_prefix or ()
@@ -144,6 +121,6 @@ class FirstForest(Forest):
 
     by = ("forest_reuse",)
 
-    def refill(self, plan: ForestPlan, batch: Batch) -> None:
+    def refill(self, plan: GraphPlan, batch: Batch) -> None:
         kept = plan.batch.shared_prefix or batch.shared_prefix
         super().refill(plan, batch.with_shared_prefix(kept))
