@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -65,12 +64,6 @@ def test_detects_nothing_where_there_is_nothing(install: Any) -> None:
     assert platform.detect() is None and platform.detect("hpu") is None
     install(bridge("GAUDI3", available=False))
     assert platform.detect() is None
-
-
-def test_the_declaration_is_light() -> None:
-    code = "import sys, polyattn_hpu.hooks; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("profile", ["gaudi2", "gaudi3"])
