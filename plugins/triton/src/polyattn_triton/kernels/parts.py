@@ -54,13 +54,13 @@ def merged(
     for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
         part = first + i * ROWS
         ok = row_ok & (i < count)
-        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
         x = tl.load(
             PARTS + part[:, None] * DV + offs_dv[None, :],
             mask=ok[:, None] & (offs_dv < DV)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
+        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
         if ONCE:
             each += ((one, x),)  # type: ignore[assignment]
             m = tl.maximum(m, one)
