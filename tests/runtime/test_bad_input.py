@@ -19,6 +19,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     StateCache,
+    attention,
     merge_states,
     select,
     select_layers,
@@ -280,6 +281,12 @@ def test_sinks_slopes_and_scales() -> None:
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"))
     with pytest.raises(SpecError, match=r"alibi_slopes has shape \(3,\)"):
         Attention(select(SPEC.replace(alibi=True), "cpu"), alibi_slopes=torch.zeros(3))
+    drawn = torch.zeros(4, dtype=torch.complex64)  # its imaginary part would be dropped
+    with pytest.raises(SpecError, match=r"sinks is torch\.complex64; it must be real"):
+        Attention(select(SPEC.replace(learned_sinks=True), "cpu"), sinks=drawn)
+    query = torch.randn(1, 2, 4, 32)
+    with pytest.raises(BatchError, match=r"sinks is torch\.complex64"):
+        attention(query, query, query, sinks=drawn)
     quantised = select(SPEC.replace(kv_cache_dtype="int8"), "cpu")
     with pytest.raises(SpecError, match=r"k_scale=0\.0"):
         Attention(quantised, k_scale=0.0)
