@@ -486,6 +486,18 @@ def test_kernels_read_no_further_than_a_buffer_and_its_own_dtype(name: str) -> N
     Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: longer}), **TABLES)
 
 
+def test_bounds_are_for_layers_that_read_the_buffers_lengths() -> None:
+    """Others plan by the host's: on a CPU, where the buffer can be read, both must be the same."""
+    starts, lens = torch.tensor([[0, 1, 2], [3, 4, 0]], dtype=torch.int32)
+    group = LayerGroup(select(SPEC, "cpu"))
+    group.plan(Batch.on_buffers([0, 1, 2], [3, 4], starts, lens, TABLE[:2], None))
+    bounds = Batch.on_buffers([0, 1, 2], [3, 9], starts, lens, TABLE[:2], None)
+    with pytest.raises(BatchError, match=r"seq_lens\[1\]=4 in the buffer, 9 on the host"):
+        group.plan(bounds)
+    bounded = LayerGroup(select(SPEC.replace(length_bounds=True), "cpu", backend="VANILLA"))
+    assert bounded.plan(bounds).batch is bounds
+
+
 TABLES = {"block_table": TABLE[:2], "slot_mapping": torch.tensor([2, 19])}
 
 
