@@ -118,7 +118,7 @@ class ContextGroup:
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
                 (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
             "its functions of scores, or a step's mask, refer to whole sequences and all heads":
-                spec.variant is not None or spec.mask is not None,
+                spec.has_functions,
             "length_bounds: ranks plan by exact lengths on the host; leave it out":
                 spec.length_bounds,
             "its keys are rotated by their places in one cache":
