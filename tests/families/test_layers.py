@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families.steps import FAMILIES, SINKS, TABLE, Attending, Latent, Recurring
+from families.steps import FAMILIES, MLA, SINKS, TABLE, Attending, Latent, Recurring
 from polyattn import (
     Attention,
     Batch,
@@ -302,6 +302,21 @@ def test_autocast_lowers_nothing(
     expected = step.run(step.layer, step.batch)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(step.run(step.layer, step.batch), expected)
+
+
+def test_autocast_to_another_half_refuses_no_latents() -> None:
+    """As `torch.autocast("cuda")`, to float16, does around a layer of bfloat16."""
+    step = Latent()
+    half, inputs = MLA.replace(dtype="float16"), [each.half() for each in step.inputs]
+    weights = step.layer.weights
+    assert weights is not None
+    layer = LatentAttention(select(half, "cpu"), *(weight.half() for weight in weights))
+    step.cache = layer.group.allocate_cache(5)
+    step.cache.key.normal_()
+    expected = step.run(layer, step.batch, *inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step.run(layer, step.batch, *inputs), expected)
+        layer.store(*inputs[1:], step.cache, torch.arange(4))
 
 
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "HPU_ATTN"])
