@@ -166,8 +166,9 @@ class Step:
     def _alibi_offset(self, heads: int) -> Tensor:
         """Return what FlashInfer's LSE has more under ALiBi: its queries' positions count from 0."""
         before = [n - count for n, count in zip(self.lens, self.query_lens, strict=True)]
-        each = torch.tensor(before).repeat_interleave(torch.tensor(self.query_lens))
-        return (each[:, None] * alibi_slopes(heads)).to(self.device)
+        each, counts = (torch.tensor(each, device="cpu") for each in (before, self.query_lens))
+        offsets = each.repeat_interleave(counts)[:, None] * alibi_slopes(heads)
+        return offsets.to(self.device)
 
     def _positions(self, counts: Sequence[int]) -> Tensor:
         """Return the positions of each sequence's last tokens, int64 (tokens,)."""
