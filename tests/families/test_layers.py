@@ -14,6 +14,8 @@ from families.steps import FAMILIES, MLA, SINKS, TABLE, Attending, Latent, Recur
 from polyattn import (
     Attention,
     Batch,
+    Compressor,
+    CompressorSpec,
     CustomMask,
     LatentAttention,
     LayerGroup,
@@ -154,6 +156,19 @@ def test_the_callers_default_device_changes_nothing(backend: str) -> None:
                 part.zero_()
             outputs.append(Attention(group, rotate=True)(*tokens, cache, group.plan(batch)))
     assert torch.equal(*outputs)
+
+
+def test_a_compressor_counts_on_the_host_under_any_default_device() -> None:
+    compressor = Compressor(CompressorSpec(size=8, tokens_per_entry=4))
+    rows, gates = torch.randn(2, 9, 8)
+    batch = Batch.from_lens([5, 4], [5, 4], state_slots=torch.tensor([1, 0]))
+    entries = []
+    for device in ("cpu", "meta"):
+        states = compressor.allocate_states(2)
+        with torch.device(device):
+            entries.append(compressor(rows, gates, states, batch))
+    assert torch.equal(entries[0].rows, entries[1].rows)
+    assert entries[1].ids.tolist() == [0, -1, 0]
 
 
 @pytest.mark.parametrize(
