@@ -8,16 +8,17 @@ import polyattn
 import pytest
 import torch
 from devices import DEVICES
-from polyattn import Attention, Batch, Invariance, LayerGroup, LayerSpec
+from polyattn import Attention, Batch, Invariance, KVCache, LayerGroup, LayerSpec
 from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
 from polyattn.calls.recurrence import recurrence
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, CacheError, SpecError
 from polyattn.host import CallOptions, PackedKeys, attend_packed
 from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, SIZE = 4, 16
@@ -304,6 +305,30 @@ def test_tensors_of_other_layouts_are_named() -> None:
     for tensor, name in ((nested, "nested"), (Q.to_sparse(), "torch.sparse_coo")):
         with pytest.raises(BatchError, match=f"query is {name}; kernels read dense tensors"):
             polyattn.attention(tensor, K, K)
+
+
+def test_tensors_that_hold_others_are_named() -> None:
+    """As DTensors are; NATIVE_ATTN went by address 0. A plain call of the same shapes came before."""
+    inner = torch.arange(4.0)
+    pairs = [TwoTensor(each.clone(), each.clone()) for each in (Q, K)]
+    polyattn.attention(Q, K, K)
+    says = "is a TwoTensor, which has no address; pass the tensor that it holds"
+    for name, tensors in (("query", (pairs[0], K, K)), ("value", (Q, K, pairs[1]))):
+        with pytest.raises(BatchError, match=f"{name} {says}"):
+            polyattn.attention(*tensors)
+        packed = (tensor.flatten(0, 1) for tensor in tensors)
+        with pytest.raises(BatchError, match=f"{name} {says}"):
+            polyattn.attention(
+                *packed, query_lens=[len(Q[0])] * len(Q), key_lens=[len(K[0])] * len(K)
+            )
+    with pytest.raises(BatchError, match=f"sinks {says}"):
+        polyattn.attention(Q, K, K, sinks=TwoTensor(inner[: Q.shape[2]], inner[: Q.shape[2]]))
+    spec = LayerSpec(num_heads=4, head_size=8, dtype="float32", learned_sinks=True)
+    with pytest.raises(SpecError, match=f"sinks {says}"):
+        Attention(LayerGroup(spec), sinks=TwoTensor(inner, inner))
+    pages = torch.zeros(1, 16, 4, 8)
+    with pytest.raises(CacheError, match=f"value {says}"):
+        KVCache(pages, TwoTensor(pages, pages))
 
 
 def test_no_sequences_have_no_output() -> None:

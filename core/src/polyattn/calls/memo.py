@@ -63,9 +63,9 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     place = place_of(query.device) if query.is_cuda else get_ident()
     return (
         options, current_settings(), generation(), place, query.__class__, query.device, query.dtype,
-        query.shape, query.is_contiguous() or query.stride(), key.device, key.dtype, key.shape,
-        key.is_contiguous() or key.stride(), value.device, value.dtype, value.shape,
-        value.is_contiguous() or value.stride(),
+        query.shape, query.is_contiguous() or query.stride(), key.__class__, key.device, key.dtype,
+        key.shape, key.is_contiguous() or key.stride(), value.__class__, value.device, value.dtype,
+        value.shape, value.is_contiguous() or value.stride(),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.registry.discovery import generation
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import refuse_gradients
+from polyattn.runtime.inputs import check_has_address, refuse_gradients
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import Settings, current_settings
@@ -257,4 +257,7 @@ def _per_head(
     if tensor is None:
         return None
     refuse_gradients(**{name: tensor})
+    check_has_address(name, tensor)
+    if tensor.is_complex():
+        raise BatchError(f"{name} is {tensor.dtype}; it must be real")
     return tensor.detach().to(like.device, torch.float32).contiguous()

@@ -57,11 +57,21 @@ def check_is_tensor(
 ) -> None:
     """Check that an argument is a tensor. Raises `BatchError`, or `error` if passed."""
     if isinstance(value, Tensor):
+        check_has_address(name, value, error)
         return
     shape = getattr(value, "shape", None)
     what = f"={shown(value, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
     remedy = "" if value is None else "; torch.as_tensor makes one of an array or a list"
     raise error(f"{name}{what} must be a tensor{where}{remedy}")
+
+
+def check_has_address(name: str, tensor: Tensor, error: type[PolyattnError] = BatchError) -> None:
+    """Refuse a tensor that holds others, such as a DTensor. Raises `BatchError`, or `error` if passed."""
+    if tensor.__class__ is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        raise error(
+            f"{name} is a {type(tensor).__name__}, which has no address; pass the tensor that it holds: "
+            "of a DTensor to_local()"
+        )
 
 
 def check_is_real(name: str, tensor: Tensor) -> None:
@@ -79,6 +89,7 @@ def check_is_real(name: str, tensor: Tensor) -> None:
         raise BatchError(
             f"{name} is {what}; kernels read dense tensors: pass packed or padded rows"
         )
+    check_has_address(name, tensor)
     if torch._C._get_tracing_state() is not None:
         raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
