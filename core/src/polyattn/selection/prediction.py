@@ -98,6 +98,7 @@ def shape_of_step(
     runs = rows = len(q)
     if count_runs and most > 1:
         runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
+    lens = n
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
     group, kv_heads = _heads(spec)
@@ -112,7 +113,7 @@ def shape_of_step(
             pairs -= int(over @ (over + 1)) // 2
     tiles = int(((q * group + TALL - 1) // TALL).sum()) * kv_heads
     shape = StepShape(rows, tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
-    return _dealt(spec, shape, q, n, most, deals) if deals else shape
+    return _dealt(spec, shape, q, lens, most, deals) if deals else shape
 
 
 class Dealt(Mapping[str, StepShape]):
@@ -150,7 +151,7 @@ def _dealt(
     deals: Mapping[str, int],
 ) -> StepShape:
     """Add the shapes that ways of dealing keys out make of a step. `most`: tokens of a row."""
-    sums = (shape.queries, most, shape.longest)
+    sums = (shape.queries, most)
     plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
     dealer = deal(spec, queries, lens, _seen(spec, 0), sums) if shape.keys else lambda *_: plain
     return StepShape(*shape[:7], Dealt(shape, deals, dealer))
