@@ -53,13 +53,19 @@ LOW_BLOCK = 192
 LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
 """FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
 lies packed, as a part of one in a page. A single prompt's keys are packed."""
-TILES = ((64, 192, 128, 160), (96, 192, 128, 128), (128, 128, 128, 128), (192, 128, 96, 96), (256, 128, 80, 64))
+TILES = (
+    (64, 192, 128, 160),
+    (96, 192, 128, 128),
+    (128, 128, 128, 128),
+    (192, 128, 96, 96),
+    (256, 128, 80, 64),
+)
 """Up to which head size FlashAttention-3's tiles have so many rows and keys, and keys in a window."""
 ONE_GROUP = (64, 128)
 """Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
 for windows."""
 NEARLY = 0.85
-"""Of the best part of all processors that some parts of a tile keep busy, what is enough of fewer parts."""
+"""Of the most processors that some parts of a tile keep busy, what is enough of fewer parts."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
 """FlashAttention-3: bytes of the L2 for a group of one head; a larger group has a share of them, by the
 next power of two up to 16. Tiles of the most heads whose keys fit take turns."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Array
 
 
+ABSORBED = ("decode", "short")
+"""Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
 LONGEST_SHORT = 16
 """Rows of up to this many query tokens count as short."""
 TILE = 64
@@ -263,6 +266,14 @@ class Weighed(NamedTuple):
         return self.host * shape.runs if self.by_run else self.host
 
 
+def _with_mixed(models: tuple[TimingModel, ...]) -> tuple[TimingModel, ...]:
+    """Add models of mixed steps in one call: chunks to a kernel whose keys are dealt out."""
+    known = {(model.kind, model.backend) for model in models}
+    dealt = [model for model in models if model.kind == "chunked" and model.deal]
+    mixed = [replace(m, kind="mixed") for m in dealt if ("mixed", m.backend) not in known]
+    return (*models, *mixed)
+
+
 def form_of(model: TimingModel) -> Form:
     """Return a model's form."""
     return Form(model.overlap, model.whole, model.by_run, model.deal)
@@ -284,7 +295,9 @@ class Predictor:
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
-        self.spec, models = spec, tuple(models)
+        self.spec, models = spec, _with_mixed(tuple(models))
+        if spec.latent is not None:  # longer rows attend to keys that are made of latents
+            models = tuple(model for model in models if model.kind in ABSORBED)
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run for model in models)
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
