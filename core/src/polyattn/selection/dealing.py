@@ -40,6 +40,7 @@ from polyattn.selection.pieces import (
     at,
     cut,
     ended,
+    ended_by,
     largest,
     on_line,
     total,
@@ -78,6 +79,8 @@ SHORT, FEW_KEYS, LOW = 16, 1536, 16
 a tile of which three programs run on a processor."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
+MOST_COPIED, ROWS_A_COPY, LEAST_GAIN = 256 << 20, 256, 1 << 26
+"""Of 8-bit caches: bytes of copies at the most, rows that see a key whose copy pays, the least gain."""
 L2_BYTES = 50 << 20
 """Of keys and values, beyond which stretches of tiles read each block from memory."""
 PARTIAL, SHORT_PARTIAL = 4, 2
@@ -115,6 +118,11 @@ class Step:
         self.spec, self.queries, self.lens = spec, queries[some], lens[some]
         self.seen, self.tokens, self.most = seen, tokens, most
         self._tiles: dict[tuple[int, int, int, bool], tuple[Ints, Ints, Ints]] = {}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the cache's elements aren't queries'."""
+        return self.spec.stored_dtype != self.spec.dtype
 
     @cached_property
     def near(self) -> Ints:
@@ -226,7 +234,7 @@ def _at_once(spec: LayerSpec, keys: int) -> int:
 
 def _apart(step: Step, processors: int) -> Counts:
     """Count as FlashInfer does: head by head, the longest rows first, their last tiles first."""
-    if step.most <= SHORT:
+    if step.most <= SHORT or step.narrow:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
     falling = step.lens.argsort(kind="stable")[::-1]
@@ -234,9 +242,15 @@ def _apart(step: Step, processors: int) -> Counts:
     step = Step(step.spec, queries, lens, step.seen, step.tokens, step.most)
     packed = step.fresh and len(lens) == 1
     block = WIDE if packed else PAGED_BLOCK
-    blocks = step.tiles(1, high, block)[2]
-    ends, area = ended(blocks + LIGHT_BEGIN, processors, heads), processors * high * block
-    read, price = total(blocks) * heads * block // processors, PACKED_KEYS if packed else 1
+    costs = step.tiles(1, high, block)[2] + LIGHT_BEGIN
+    if step.seen is None:
+        ends = ended(costs, processors, heads)
+    else:  # dealt out as if there were no window
+        planned = Step(step.spec, queries, lens, None, step.tokens, step.most).tiles(1, high, PAGE)[2]
+        ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
+    area = processors * high * block
+    read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
+    price = PACKED_KEYS if packed else 1
     return ends.counts(price * area, heads, 0, step.tokens, read)
 
 
@@ -265,7 +279,11 @@ def _packed(step: Step, processors: int) -> Counts:
     on_one = 1 if rows.pieces * heads <= processors else 2
     block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
     share, last = ((-(-pages // block) * block) for pages in (rows.share, rows.last))
-    ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
+    if rows.most == 1 and step.most > SHORT:
+        seen = step.tiles(group, high, block * PAGE)[2] * block
+        ends = ended(seen + PACKED_BEGIN, slots, heads)
+    else:
+        ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     launched = merged * (1 + LAUNCHED / heads)
     return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)
@@ -283,8 +301,8 @@ def _whole(step: Step, processors: int) -> Counts:
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
     size, fresh = spec.head_size, step.fresh
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
-    by_token = fresh or spec.stored_dtype != spec.dtype
-    own = size in HOPPER and plain and (size > HOPPER[0] or not by_token)
+    own = size in HOPPER and plain and (size > HOPPER[0] or not (fresh or step.narrow))
+    own = own and (not step.narrow or _copied(step))
     block = WIDE if own and narrow else LOW_TILE
     units = step.tiles(group, WIDE, block)[2] + ITEM
     units[::-1].sort()
@@ -296,17 +314,28 @@ def _whole(step: Step, processors: int) -> Counts:
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
-    kind = "chunked" if step.most <= SHORT else ""
+    kind, copied = "chunked" if step.most <= SHORT else "", 0
+    if step.narrow:
+        kind, copied = ("prefill", heads * total(step.near) // processors) if own else ("chunked", 0)
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
         ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE, size)
         held = heads * total(step.near) * 4 * size
-        read = shares.length * block if held > L2_BYTES else 0
+        read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
     ends = ended(units + begins, places, heads, np.ones_like(units) if own else None)
-    return ends.counts(area, spec.num_heads, 0, tokens, 0, kind)
+    return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
+
+
+def _copied(step: Step) -> bool:
+    """Whether TRITON_ATTN copies an 8-bit cache's keys into 16 bits for Hopper's own prefill."""
+    spec, queries, keys = step.spec, step.queries, total(step.near)
+    width = spec.num_kv_heads * spec.head_size
+    seen = int(queries @ step.near) - (int(queries @ queries) - step.tokens) // 2
+    gained = seen * spec.gqa_ratio - ROWS_A_COPY * keys
+    return 4 * keys * width <= MOST_COPIED and gained * width >= LEAST_GAIN
 
 
 def _turning(units: Ints, slots: int) -> int:
@@ -388,7 +417,7 @@ LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
 LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
-SWITCHES = {"whole": ("low", "short", "chunked"), "cut": ("short", "chunked", "windowed")}
+SWITCHES = {"whole": ("low", "short", "chunked", "prefill"), "cut": ("short", "chunked", "windowed")}
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]
