@@ -431,6 +431,47 @@ def test_cuts_of_windows_are_flash_attentions(size: int, window: int) -> None:
     assert cuts > 10
 
 
+def test_windowed_tiles_of_flashinfer_are_dealt_out_as_if_they_saw_all() -> None:
+    """`PrefillSM90Plan` knows no windows; the kernel skips what they hide."""
+    spec, window, ratios = DENSE.replace(sliding_window=1000), 1000, []
+    for rows in steps(5, 3, (17, 600)):
+        q, n = np.array(rows).T
+        if n.max() <= window or sum(math.ceil(t / 128) for t, _ in rows) * 28 > 1056:
+            continue
+        loads, busy = [(0, i) for i in range(PROCESSORS)], [0] * PROCESSORS
+        order = sorted(range(len(rows)), key=lambda i: n[i], reverse=True)
+        if len(set(n.tolist())) < len(n):
+            continue  # whichever of equal lengths is the first
+        for row in [i for _ in range(28) for i in order]:
+            for tile in reversed(range(math.ceil(q[row] / 128))):
+                end = min(n[row], n[row] - q[row] + (tile + 1) * 128)
+                begin = max(0, n[row] - q[row] + tile * 128 - (window - 1))
+                load, which = loads[0]
+                busy[which] += math.ceil(end / 96) - begin // 96 + LIGHT_BEGIN
+                heapreplace(loads, (load + 2 * 128 + math.ceil(end / 16) * 16, which))
+        counts = deal(spec, q, n, window - 1)("heads", PROCESSORS)
+        span = counts.exact().pairs * 28 / PROCESSORS / 128 / 96
+        assert span == pytest.approx(max(busy), rel=0.02, abs=1)
+        assert counts.pairs <= counts.exact().pairs <= counts.most
+        ratios.append(max(busy) / (sum(busy) / PROCESSORS))
+    assert len(ratios) > 20 and max(ratios) > 1.2
+
+
+def test_rows_over_eight_bits_are_packed_by_flashinfer() -> None:
+    spec = DENSE.replace(kv_cache_dtype="fp8_e4m3")
+    q, n = np.array([300]), np.array([40_000])
+    counts = deal(spec, q, n, NO_END)("heads", PROCESSORS)
+    # 17 tiles of 128 (token, head) rows for each of 4 KV heads, two programs on a processor: cut.
+    assert counts.longest > 1 and counts.rows > 0
+    assert deal(DENSE, q, n, NO_END)("heads", PROCESSORS).rows == 0
+    # A prompt's tiles, uncut, see no more than what comes before them.
+    q = n = np.array([9000])
+    fresh = deal(spec, q, n, NO_END)("heads", PROCESSORS).exact()
+    assert fresh.rows == 0
+    below = 9000 * 9001 // 2 * 1.75 / 2  # the time of 128 rows, as of 64
+    assert below <= fresh.pairs < 1.1 * below
+
+
 def test_a_window_that_hides_nothing_counts_for_nothing() -> None:
     """Nor does FlashAttention-3 run its kernel for windows then."""
     spec = DENSE.replace(sliding_window=1000)

@@ -39,7 +39,9 @@ def test_a_step_of_both_kinds_is_one_of_chunks_to_a_kernel_whose_keys_are_dealt_
     (call,) = chosen([*apart, CHUNKS]).calls(*ROWS)
     assert (call.name, call.kind, call.rows) == ("B", "mixed", ALL)
     chunks = Predictor(SPEC, [CHUNKS])
-    (us,) = Predictor.evaluate(chunks.among("chunked", "B"), chunks.shape("chunked", *ROWS)).values()
+    (us,) = Predictor.evaluate(
+        chunks.among("chunked", "B"), chunks.shape("chunked", *ROWS)
+    ).values()
     assert call.times == {"B": pytest.approx(us)} and us > 100
     # Every part of the step counts, and what was measured of such steps counts first.
     decodes = Predictor.evaluate(
@@ -73,7 +75,10 @@ def test_prompts_of_latents_go_to_whoever_is_the_fastest_at_such() -> None:
     )  # fmt: skip
     selection = select(spec, "cpu")
     assert selection.decision.prefill == "NATIVE_ATTN"
-    times = (model("NATIVE_ATTN", "prefill", launch=50), model("TORCH_SDPA", "prefill", product=1e-3))
+    times = (
+        model("NATIVE_ATTN", "prefill", launch=50),
+        model("TORCH_SDPA", "prefill", product=1e-3),
+    )
     group = LayerGroup(replace(selection, timings=times))
     group.finish_builds()
     for queries, names in (([20], ["TORCH_SDPA"]), ([90, 80], ["NATIVE_ATTN"])):

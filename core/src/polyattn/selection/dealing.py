@@ -246,7 +246,9 @@ def _apart(step: Step, processors: int) -> Counts:
     if step.seen is None:
         ends = ended(costs, processors, heads)
     else:  # dealt out as if there were no window
-        planned = Step(step.spec, queries, lens, None, step.tokens, step.most).tiles(1, high, PAGE)[2]
+        planned = Step(step.spec, queries, lens, None, step.tokens, step.most).tiles(1, high, PAGE)[
+            2
+        ]
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
@@ -316,7 +318,9 @@ def _whole(step: Step, processors: int) -> Counts:
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
     kind, copied = "chunked" if step.most <= SHORT else "", 0
     if step.narrow:
-        kind, copied = ("prefill", heads * total(step.near) // processors) if own else ("chunked", 0)
+        kind, copied = (
+            ("prefill", heads * total(step.near) // processors) if own else ("chunked", 0)
+        )
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
@@ -417,7 +421,10 @@ LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
 LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
-SWITCHES = {"whole": ("low", "short", "chunked", "prefill"), "cut": ("short", "chunked", "windowed")}
+SWITCHES = {
+    "whole": ("low", "short", "chunked", "prefill"),
+    "cut": ("short", "chunked", "windowed"),
+}
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]

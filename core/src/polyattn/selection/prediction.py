@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,6 +354,28 @@ class Predictor:
             w.name: Price(times[w.name], times[w.name] * w.factor, w.host_us(shape))
             for w in candidates
         }
+
+    @classmethod
+    def contending(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
+        """Return prices of candidates that are the faster on the device or the host than each other one.
+
+        Keys are dealt out as far as it takes to know.
+        """
+        lows = [(w.floor if w.deal else w.timer)(shape) * w.factor for w in candidates]
+        prices: dict[str, Price] = {}
+
+        def beaten(low: float, host: float) -> bool:
+            return any(p.compared <= low and p.host <= host for p in prices.values())
+
+        for low, weighed in sorted(zip(lows, candidates, strict=True), key=itemgetter(0)):
+            host, deal = weighed.host_us(shape), weighed.deal
+            if beaten(low, host):
+                continue
+            if deal and beaten(weighed.timer(shape.dealt.between(deal)[0]) * weighed.factor, host):
+                continue
+            us = weighed.us(shape)
+            prices[weighed.name] = Price(us, us * weighed.factor, host)
+        return prices
 
     @staticmethod
     def fastest(

@@ -50,4 +50,6 @@ class ExpandedChooser:
         if len(names) < 2:
             return self.usual
         shape = self.predictor.shape("prefill", queries, queries)
-        return self.candidates[self.predictor.fastest(self.predictor.among("prefill", names), shape)]
+        return self.candidates[
+            self.predictor.fastest(self.predictor.among("prefill", names), shape)
+        ]
