@@ -382,7 +382,7 @@ WINDOWED = {64: (192, 160), 96: (192, 128), 128: (128, 128), 192: (128, 96), 256
 def flash_attention_3_windowed(
     spec: LayerSpec, rows: list[tuple[int, int]]
 ) -> tuple[list[int], int, bool]:
-    """Pieces as its sources make them where a window hides keys, parts of the longest row, if any is merged.
+    """Pieces as its sources make them where a window hides keys, the most parts, and if any is merged.
 
     `prepare_varlen_num_blocks`, `get_num_splits`, and `get_n_block_min_max` of each tile.
     """
