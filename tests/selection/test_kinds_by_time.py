@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from fakes import backend
 from polyattn import LatentSpec, LayerGroup, LayerSpec, select
 from polyattn.registry.timings import layer_class
 from polyattn.selection.prediction import Predictor, shape_of_step
-from polyattn.selection.step_choice import ALL, StepChoice
+from polyattn.selection.step_choice import ALL, StepChoice, step_choice
 from polyattn.spec.timing import TERMS, TimingModel
 from polyattn.workload.base import workload
 
@@ -107,3 +108,24 @@ def test_keys_are_counted_to_the_window_of_each_row() -> None:
             deals={"whole": PROCESSORS},
         )  # fmt: skip
         assert (shape.dealt["whole"].kind == "chunked") == (kind == "chunked")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lens", "loser"),
+    [
+        # us: TRITON_ATTN 2,194, FLASH_ATTN_V3 1,185; TRITON_ATTN 293, TORCH_SDPA 120.
+        (
+            {"num_heads": 16, "head_size": 256, "sliding_window": 4096, "logit_soft_cap": 50.0},
+            [105, 4000, 6000, 8000, 9275],
+            "TRITON_ATTN",
+        ),
+        ({"head_size": 120}, [1486, 1486], "TRITON_ATTN"),
+    ],
+)
+def test_an_h200s_slow_kernels_are_left(
+    changes: dict[str, Any], lens: list[int], loser: str
+) -> None:
+    size = changes["head_size"]
+    choice = step_choice(select(SPEC.replace(**changes, v_head_size=size), "h200"))
+    assert choice is not None
+    assert [call.name == loser for call in choice.calls(lens, lens)] == [False]
