@@ -375,13 +375,113 @@ def test_a_step_without_keys_is_dealt() -> None:
     assert deals_of(DENSE, "decode") == deals_of(DENSE, "mixed") == ()
 
 
-def test_windows_bound_what_a_tile_goes_through() -> None:
-    spec = DENSE.replace(sliding_window=512)
-    deals = {"cut": PROCESSORS}
-    near, far = (shape_of_step(spec, [64], [n], deals=deals).dealt["cut"] for n in (1000, 100_000))
-    assert (
-        near.pairs == far.pairs < shape_of_step(DENSE, [64], [1000], deals=deals).dealt["cut"].pairs
-    )
+WINDOWED = {64: (192, 160), 96: (192, 128), 128: (128, 128), 192: (128, 96), 256: (128, 64)}
+"""`tile_size_fwd_sm90` of local layers: rows and keys of a tile, by head size."""
+
+
+def flash_attention_3_windowed(
+    spec: LayerSpec, rows: list[tuple[int, int]]
+) -> tuple[list[int], int, bool]:
+    """Pieces as its sources make them where a window hides keys, the most parts, and if any is merged.
+
+    `prepare_varlen_num_blocks`, `get_num_splits`, and `get_n_block_min_max` of each tile.
+    """
+    assert spec.sliding_window is not None
+    high, block = WINDOWED[spec.head_size]
+    group, heads, left = spec.gqa_ratio, spec.num_kv_heads, spec.sliding_window - 1
+    tiles = [math.ceil(q * group / high) for q, _ in rows]
+    blocks = [math.ceil(n / block) for _, n in rows]
+    share = math.ceil(sum(map(int.__mul__, tiles, blocks)) * heads * 11 / 10 / PROCESSORS)
+    loaded = math.ceil(min(max(n for _, n in rows), left + 1 + high) / block)
+    most = 1
+    if split := max(tiles) * heads < 0.8 * PROCESSORS and loaded > 4:
+        waves = [max(tiles) * heads * n / PROCESSORS for n in range(1, min(loaded, PROCESSORS) + 1)]
+        good = [n / math.ceil(n) for n in waves]
+        most = next(n for n, part in enumerate(good, 1) if part >= 0.85 * max(good))
+    parts = [min(math.ceil(n / share), most) for n in blocks]
+    pieces = []
+    for (q, n), of_row, count in zip(rows, parts, tiles, strict=True):
+        turn = []
+        for tile in reversed(range(count)):
+            begin = max(0, tile * high // group + n - q - left)
+            end = min(n, ((tile + 1) * high - 1) // group + 1 + n - q)
+            seen = max(1, math.ceil((end - begin) / block))
+            few = min(of_row, seen)
+            each, more = math.ceil(seen / few), int(few > 1) * (1 if spec.head_size <= 128 else 2)
+            turn += [*[each + more] * (few - 1), seen - (few - 1) * each + more]
+        pieces += turn * heads
+    return pieces, max(parts), split
+
+
+@pytest.mark.parametrize(("size", "window"), [(64, 700), (96, 2047), (128, 4096), (256, 512)])
+def test_cuts_of_windows_are_flash_attentions(size: int, window: int) -> None:
+    spec = LayerSpec(num_heads=24, num_kv_heads=8, head_size=size, sliding_window=window)
+    cuts = 0
+    for rows in steps(size, 4, (17, 300)):
+        q, n = np.array(rows).T
+        if n.max() <= window:
+            continue
+        pieces, most, split = flash_attention_3_windowed(spec, rows)
+        counts = deal(spec, q, n, window - 1)("cut", PROCESSORS).exact()
+        assert counts.kind == "windowed" and counts.longest == (most if split else 0)
+        if most > 1 or len(pieces) <= PROCESSORS:  # else heads take turns
+            span = counts.pairs * 24 / PROCESSORS / math.prod(WINDOWED[size])
+            assert span == pytest.approx(busiest(pieces, PROCESSORS), abs=0.1)
+            cuts += most > 1
+    assert cuts > 10
+
+
+def test_windowed_tiles_of_flashinfer_are_dealt_out_as_if_they_saw_all() -> None:
+    """`PrefillSM90Plan` knows no windows; the kernel skips what they hide."""
+    spec, window, ratios = DENSE.replace(sliding_window=1000), 1000, []
+    for rows in steps(5, 3, (17, 600)):
+        q, n = np.array(rows).T
+        if n.max() <= window or sum(math.ceil(t / 128) for t, _ in rows) * 28 > 1056:
+            continue
+        loads, busy = [(0, i) for i in range(PROCESSORS)], [0] * PROCESSORS
+        order = sorted(range(len(rows)), key=lambda i: n[i], reverse=True)
+        if len(set(n.tolist())) < len(n):
+            continue  # whichever of equal lengths is the first
+        for row in [i for _ in range(28) for i in order]:
+            for tile in reversed(range(math.ceil(q[row] / 128))):
+                end = min(n[row], n[row] - q[row] + (tile + 1) * 128)
+                begin = max(0, n[row] - q[row] + tile * 128 - (window - 1))
+                load, which = loads[0]
+                busy[which] += math.ceil(end / 96) - begin // 96 + LIGHT_BEGIN
+                heapreplace(loads, (load + 2 * 128 + math.ceil(end / 16) * 16, which))
+        counts = deal(spec, q, n, window - 1)("heads", PROCESSORS)
+        span = counts.exact().pairs * 28 / PROCESSORS / 128 / 96
+        assert span == pytest.approx(max(busy), rel=0.02, abs=1)
+        assert counts.pairs <= counts.exact().pairs <= counts.most
+        ratios.append(max(busy) / (sum(busy) / PROCESSORS))
+    assert len(ratios) > 20 and max(ratios) > 1.2
+
+
+def test_rows_over_eight_bits_are_packed_by_flashinfer() -> None:
+    spec = DENSE.replace(kv_cache_dtype="fp8_e4m3")
+    q, n = np.array([300]), np.array([40_000])
+    counts = deal(spec, q, n, NO_END)("heads", PROCESSORS)
+    # 17 tiles of 128 (token, head) rows for each of 4 KV heads, two programs on a processor: cut.
+    assert counts.longest > 1 and counts.rows > 0
+    assert deal(DENSE, q, n, NO_END)("heads", PROCESSORS).rows == 0
+    # A prompt's tiles, uncut, see no more than what comes before them.
+    q = n = np.array([9000])
+    fresh = deal(spec, q, n, NO_END)("heads", PROCESSORS).exact()
+    assert fresh.rows == 0
+    below = 9000 * 9001 // 2 * 1.75 / 2  # the time of 128 rows, as of 64
+    assert below <= fresh.pairs < 1.1 * below
+
+
+def test_a_window_that_hides_nothing_counts_for_nothing() -> None:
+    """Nor does FlashAttention-3 run its kernel for windows then."""
+    spec = DENSE.replace(sliding_window=1000)
+    for name in deals_of(DENSE, "chunked"):
+        every, some = (
+            shape_of_step(layer, [64, 30], [1000, 400], deals={name: PROCESSORS}).dealt[name]
+            for layer in (DENSE, spec)
+        )
+        assert every == some
+        assert shape_of_step(spec, [64], [1001], deals={name: PROCESSORS}).dealt[name] != some
 
 
 def test_a_model_that_deals_takes_what_its_terms_add_up_to() -> None:

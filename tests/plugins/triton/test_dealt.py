@@ -98,25 +98,35 @@ def planned(
     for _ in range(60):
         q, n = drawn(source, rows, queries, 8)
         plan = backend.plan(batch_of(q, n))
-        yield n, plan, deal(spec, np.array(q), np.array(n), sys.maxsize)("whole", SMS).exact()
+        seen = sys.maxsize if spec.sliding_window is None else spec.sliding_window - 1
+        yield n, plan, deal(spec, np.array(q), np.array(n), seen)("whole", SMS).exact()
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"head_size": 64}, {}, {"head_size": 256}, {"head_size": 64, "learned_sinks": True},
-     {"head_size": 192}],
+     {"head_size": 192}, {"head_size": 96}, {"sliding_window": 4000},
+     {"head_size": 256, "sliding_window": 1024, "logit_soft_cap": 50.0},
+     {"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 64, "kv_cache_dtype": "fp8_e4m3"}],
+    ids=str,
 )  # fmt: skip
 def test_prompts_and_chunks_are_cut_as_planned(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Hopper's own prefill and by the portable one, which has two programs on a processor with 64."""
+    """By Hopper's own prefill and by the portable one, which has two programs on a processor with 64.
+
+    Over 8 bits Hopper's runs where keys are copied for it.
+    """
     size = changes.get("head_size", 128)
     spec = LayerSpec(num_heads=16, num_kv_heads=2, head_size=128).replace(
         **changes, v_head_size=size
     )
-    ways = []
+    ways, own = [], set()
     for _, plan, counts in planned(spec, 12, (17, 400), monkeypatch):
         assert plan.config.block_m == 128 and (counts.rows > 0) == (plan.way == "pieces")
+        if "kv_cache_dtype" in changes:
+            assert counts.kind == ("prefill" if plan.at_once else "chunked")
+            own.add(counts.kind)
         if plan.way == "pieces":
             span = counts.pairs * 16 / SMS / 128 / plan.config.block_n
             share, count = int(plan.work[0]), int(plan.work[3])
@@ -124,6 +134,7 @@ def test_prompts_and_chunks_are_cut_as_planned(
             assert 0.87 * share - 1 <= span - begins and span - begins * count <= 1.13 * share + 1
         ways.append(plan.way)
     assert {"pieces", "prefill"} == set(ways)
+    assert len(own) == (0 if "kv_cache_dtype" not in changes else 1 + (size > 64))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 16, 64), (16, 2, 128), (24, 4, 256)])

@@ -360,7 +360,7 @@ def _model(
 
 
 LEVEL = "batch_invariant"
-FEATURES = ("logit_soft_cap", "learned_sinks")
+FEATURES = ("logit_soft_cap", "learned_sinks", "sliding_window")
 HEADS = (32, 64, 128)
 """Of latents: what fits on its side in a tile, in one tile, and in several."""
 _CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", "heads", LEVEL, *FEATURES}

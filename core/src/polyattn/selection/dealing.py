@@ -20,6 +20,7 @@ But for shares, each piece goes to the processor that is free first.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from polyattn.selection.pieces import (
     at,
     cut,
     ended,
+    ended_by,
     largest,
     on_line,
     total,
@@ -52,10 +54,19 @@ LOW_BLOCK = 192
 LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
 """FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
 lies packed, as a part of one in a page. A single prompt's keys are packed."""
-TILES = ((64, 192, 128), (128, 128, 128), (192, 128, 96))
-"""Up to which head size FlashAttention-3's tiles have so many rows and keys; beyond, 128 and 80."""
+TILES = (
+    (64, 192, 128, 160),
+    (96, 192, 128, 128),
+    (128, 128, 128, 128),
+    (192, 128, 96, 96),
+    (256, 128, 80, 64),
+)
+"""Up to which head size FlashAttention-3's tiles have so many rows and keys, and keys in a window."""
 ONE_GROUP = (64, 128)
-"""Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them."""
+"""Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
+for windows."""
+NEARLY = 0.85
+"""Of the most processors that some parts of a tile keep busy, what is enough of fewer parts."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
 """FlashAttention-3: bytes of the L2 for a group of one head; a larger group has a share of them, by the
 next power of two up to 16. Tiles of the most heads whose keys fit take turns."""
@@ -68,6 +79,8 @@ SHORT, FEW_KEYS, LOW = 16, 1536, 16
 a tile of which three programs run on a processor."""
 HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
+MOST_COPIED, ROWS_A_COPY, LEAST_GAIN = 256 << 20, 256, 1 << 26
+"""Of 8-bit caches: bytes of copies at the most, rows that see a key whose copy pays, the least gain."""
 L2_BYTES = 50 << 20
 """Of keys and values, beyond which stretches of tiles read each block from memory."""
 PARTIAL, SHORT_PARTIAL = 4, 2
@@ -104,7 +117,17 @@ class Step:
         some = slice(None) if queries.all() else queries > 0
         self.spec, self.queries, self.lens = spec, queries[some], lens[some]
         self.seen, self.tokens, self.most = seen, tokens, most
-        self._tiles: dict[tuple[int, int, int], tuple[Ints, Ints, Ints]] = {}
+        self._tiles: dict[tuple[int, int, int, bool], tuple[Ints, Ints, Ints]] = {}
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the cache's elements aren't queries'."""
+        return self.spec.stored_dtype != self.spec.dtype
+
+    @cached_property
+    def near(self) -> Ints:
+        """The keys of each row that any of its tokens sees, or a little more."""
+        return self.lens if self.seen is None else np.minimum(self.lens, self.seen + self.queries)
 
     @cached_property
     def fresh(self) -> bool:
@@ -115,12 +138,15 @@ class Step:
         """Return each row's tiles of a KV head."""
         return (self.queries * group + (high - 1)) // high
 
-    def tiles(self, group: int, high: int, block: int) -> tuple[Ints, Ints, Ints]:
+    def tiles(
+        self, group: int, high: int, block: int, from_first: bool = False
+    ) -> tuple[Ints, Ints, Ints]:
         """Return each row's tiles of a KV head, their first, and the blocks that each goes through.
 
-        Rows are in turn, of each the last tile first.
+        Rows are in turn, of each the last tile first. `from_first`: blocks begin where a tile's window
+        does, else where a cache's do.
         """
-        lens, area, form = self.lens, group * block, (group, high, block)
+        lens, area, form = self.lens, group * block, (group, high, block, from_first)
         if form in self._tiles:
             return self._tiles[form]
         if self.seen is None and self.most * group <= high:
@@ -133,7 +159,12 @@ class Step:
         blocks = line // area if self.spec.causal else tops.repeat(each)
         blocks[first] = tops  # whose last rows may be none
         if self.seen is not None:  # keys that a tile's first token doesn't see
-            blocks -= np.maximum(line - (area - 1 + self.seen * group + high), 0) // area
+            hidden = np.maximum(line - (area - 1 + self.seen * group + high), 0)
+            if from_first:
+                ends_at = np.minimum((line - (area - group)) // group, lens.repeat(each))
+                blocks = (ends_at - hidden // group + (block - 1)) // block
+            else:
+                blocks -= hidden // area
             blocks = np.maximum(blocks, 1)
         self._tiles[form] = each, first, blocks
         return each, first, blocks
@@ -142,17 +173,26 @@ class Step:
 def _cut(step: Step, processors: int) -> Counts:
     """Count as FlashAttention-3 does: rows in turn, of some heads at a time the most keys first."""
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
-    sizes = ((high, block) for top, high, block in TILES if spec.head_size <= top)
-    high, block = next(sizes, (128, 80))
-    if spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
+    near = step.seen
+    sizes = ((rows, *keys) for top, rows, *keys in TILES if spec.head_size <= top)
+    high, block, windowed = next(sizes, TILES[-1][1:])
+    if near is not None:
+        block = windowed
+    elif spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
         high, block = LOW_TILE, LOW_BLOCK if spec.head_size <= LOW_TILE else block
-    each, first, blocks = step.tiles(group, high, block)
-    tops, most = blocks[first], -(-step.most * group // high)
-    longest, parts, tokens = largest(tops), 1, step.tokens + APART * step.tokens // group
-    merging = most * heads < FULL * processors and longest > UNCUT
+    each, first, blocks = step.tiles(group, high, block, True)
+    # Shares are those of all keys, though only a window's are cut.
+    tops = blocks[first] if near is None else (step.lens + (block - 1)) // block
+    most, longest, parts = -(-step.most * group // high), largest(tops), 1
+    tokens = step.tokens + APART * step.tokens // group
+    loaded = longest if near is None else min(longest, -(-(near + 1 + high) // block))
+    merging = most * heads < FULL * processors and loaded > UNCUT
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
-        parts, each_parts = -(-longest // limit), (tops + (limit - 1)) // limit
+        each_parts = (tops + (limit - 1)) // limit
+        if near is not None:
+            each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        parts = largest(each_parts)
         tokens += PARTIAL * int(step.queries @ each_parts)
     costs, turns = blocks + BEGIN, heads
     if parts > 1:
@@ -167,10 +207,18 @@ def _cut(step: Step, processors: int) -> Counts:
             each = np.ones_like(costs)
         elif at_once > 1:
             costs, each, turns = costs.repeat(at_once), each * at_once, heads // at_once
-    ends, area, kind = ended(costs, processors, turns, each), processors * high * block, ""
-    if spec.head_size in ONE_GROUP and (step.most <= SHORT or not step.fresh):
+    ends, area = ended(costs, processors, turns, each), processors * high * block
+    kind = "" if near is None else "windowed"
+    if near is None and spec.head_size in ONE_GROUP and (step.most <= SHORT or not step.fresh):
         kind = "short" if high == LOW_TILE else "chunked"
     return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
+
+
+def _most_parts(tiles: int, blocks: int, processors: int) -> int:
+    """Return into how many parts FlashAttention-3 cuts a tile at the most."""
+    rounds = tiles * np.arange(1, min(blocks, processors) + 1) / processors
+    busy = rounds / np.ceil(rounds)
+    return 1 + int(np.argmax(busy >= NEARLY * busy.max()))
 
 
 def _at_once(spec: LayerSpec, keys: int) -> int:
@@ -186,7 +234,7 @@ def _at_once(spec: LayerSpec, keys: int) -> int:
 
 def _apart(step: Step, processors: int) -> Counts:
     """Count as FlashInfer does: head by head, the longest rows first, their last tiles first."""
-    if step.most <= SHORT:
+    if step.most <= SHORT or step.narrow:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
     falling = step.lens.argsort(kind="stable")[::-1]
@@ -194,9 +242,17 @@ def _apart(step: Step, processors: int) -> Counts:
     step = Step(step.spec, queries, lens, step.seen, step.tokens, step.most)
     packed = step.fresh and len(lens) == 1
     block = WIDE if packed else PAGED_BLOCK
-    blocks = step.tiles(1, high, block)[2]
-    ends, area = ended(blocks + LIGHT_BEGIN, processors, heads), processors * high * block
-    read, price = total(blocks) * heads * block // processors, PACKED_KEYS if packed else 1
+    costs = step.tiles(1, high, block)[2] + LIGHT_BEGIN
+    if step.seen is None:
+        ends = ended(costs, processors, heads)
+    else:  # dealt out as if there were no window
+        planned = Step(step.spec, queries, lens, None, step.tokens, step.most).tiles(1, high, PAGE)[
+            2
+        ]
+        ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
+    area = processors * high * block
+    read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
+    price = PACKED_KEYS if packed else 1
     return ends.counts(price * area, heads, 0, step.tokens, read)
 
 
@@ -225,7 +281,11 @@ def _packed(step: Step, processors: int) -> Counts:
     on_one = 1 if rows.pieces * heads <= processors else 2
     block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
     share, last = ((-(-pages // block) * block) for pages in (rows.share, rows.last))
-    ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
+    if rows.most == 1 and step.most > SHORT:
+        seen = step.tiles(group, high, block * PAGE)[2] * block
+        ends = ended(seen + PACKED_BEGIN, slots, heads)
+    else:
+        ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     launched = merged * (1 + LAUNCHED / heads)
     return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)
@@ -237,14 +297,14 @@ def _whole(step: Step, processors: int) -> Counts:
     height, narrow = step.most * group, spec.head_size <= WIDE
     low = height <= LOW_TILE
     if not low and step.most <= SHORT:
-        keys = step.lens if step.seen is None else np.minimum(step.lens, step.seen)
-        low = heads * int(step.each(group, LOW_TILE) @ keys) <= FEW_KEYS * processors
+        low = heads * int(step.each(group, LOW_TILE) @ step.near) <= FEW_KEYS * processors
     if low:
         return _low(step, processors, min(LOW_TILE, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
     size, fresh = spec.head_size, step.fresh
     plain = not (spec.logit_soft_cap or spec.learned_sinks)
-    own = size in HOPPER and plain and (size > HOPPER[0] or not fresh)
+    own = size in HOPPER and plain and (size > HOPPER[0] or not (fresh or step.narrow))
+    own = own and (not step.narrow or _copied(step))
     block = WIDE if own and narrow else LOW_TILE
     units = step.tiles(group, WIDE, block)[2] + ITEM
     units[::-1].sort()
@@ -256,17 +316,30 @@ def _whole(step: Step, processors: int) -> Counts:
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
-    kind = "chunked" if step.most <= SHORT else ""
+    kind, copied = "chunked" if step.most <= SHORT else "", 0
+    if step.narrow:
+        kind, copied = (
+            ("prefill", heads * total(step.near) // processors) if own else ("chunked", 0)
+        )
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
         ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE, size)
-        held = heads * total(step.lens) * 4 * size
-        read = shares.length * block if held > L2_BYTES else 0
+        held = heads * total(step.near) * 4 * size
+        read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
     ends = ended(units + begins, places, heads, np.ones_like(units) if own else None)
-    return ends.counts(area, spec.num_heads, 0, tokens, 0, kind)
+    return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
+
+
+def _copied(step: Step) -> bool:
+    """Whether TRITON_ATTN copies an 8-bit cache's keys into 16 bits for Hopper's own prefill."""
+    spec, queries, keys = step.spec, step.queries, total(step.near)
+    width = spec.num_kv_heads * spec.head_size
+    seen = int(queries @ step.near) - (int(queries @ queries) - step.tokens) // 2
+    gained = seen * spec.gqa_ratio - ROWS_A_COPY * keys
+    return 4 * keys * width <= MOST_COPIED and gained * width >= LEAST_GAIN
 
 
 def _turning(units: Ints, slots: int) -> int:
@@ -348,7 +421,10 @@ LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
 LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 """What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
 
-SWITCHES = {"whole": ("low", "short", "chunked"), "cut": ("short", "chunked")}
+SWITCHES = {
+    "whole": ("low", "short", "chunked", "prefill"),
+    "cut": ("short", "chunked", "windowed"),
+}
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
 Dealer = Callable[[str, int], Counts]
@@ -366,10 +442,11 @@ def deal(
 ) -> Dealer:
     """Return what counts a step, by the name of a way and to how many processors.
 
-    `seen`: keys that a token sees at most. `sums`: tokens, and the most tokens and keys of a row.
+    `seen`: keys that a token sees before its own at most. `sums`: tokens, and the most of a row.
     """
-    tokens, most, longest = sums or (total(queries), largest(queries), largest(lens))
+    tokens, most = sums or (total(queries), largest(queries))
     if spec.latent is not None:
         return Latents(spec.num_heads, queries, lens, tokens, most).deal
-    step = Step(spec, queries, lens, seen if seen < longest else None, tokens, most)
+    hides = seen < sys.maxsize and seen + 1 < largest(lens)
+    step = Step(spec, queries, lens, seen if hides else None, tokens, most)
     return lambda name, processors: HEADS[name](step, processors)

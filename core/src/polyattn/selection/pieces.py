@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -122,6 +123,32 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
         return _fullest(dealt, processors)
 
     return at(low) if low == high else Ends(low, high, deal_out)
+
+
+def ended_by(planned: Ints, costs: Ints, processors: int, times: int) -> Ends:
+    """Return when the last processor ends, if pieces of other costs than `planned` were dealt by those.
+
+    Each goes to the processor that has the least planned; all are dealt so many times. Beyond `MANY`
+    pieces what the fullest has over the mean grows as the root of their number.
+    """
+    number, most, every = len(costs) * times, largest(costs), total(costs) * times
+    if number <= processors:
+        return at(most)
+    turns = min(times, max(1, MANY // len(costs)))
+    high = float((costs / planned).max()) * (total(planned) * times / processors + largest(planned))
+
+    def deal_out() -> float:
+        heap, busy = [(0, i) for i in range(processors)], [0] * processors
+        for plan, cost in list(zip(planned.tolist(), costs.tolist(), strict=True)) * turns:
+            load, i = heap[0]
+            busy[i] += cost
+            heapq.heapreplace(heap, (load + plan, i))
+        mean = every * turns / times / processors
+        end = every / processors + (max(busy) - mean) * math.sqrt(times / turns)
+        return min(max(low, end), high)
+
+    low = max(most, every / processors)
+    return Ends(low, high, deal_out) if low < high else at(low)
 
 
 def _fullest(costs: list[int], processors: int) -> int:

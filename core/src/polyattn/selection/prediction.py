@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Array
 
 
+ABSORBED = ("decode", "short")
+"""Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
 LONGEST_SHORT = 16
 """Rows of up to this many query tokens count as short."""
 TILE = 64
@@ -98,6 +102,7 @@ def shape_of_step(
     runs = rows = len(q)
     if count_runs and most > 1:
         runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
+    lens = n
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
     group, kv_heads = _heads(spec)
@@ -112,7 +117,7 @@ def shape_of_step(
             pairs -= int(over @ (over + 1)) // 2
     tiles = int(((q * group + TALL - 1) // TALL).sum()) * kv_heads
     shape = StepShape(rows, tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
-    return _dealt(spec, shape, q, n, most, deals) if deals else shape
+    return _dealt(spec, shape, q, lens, most, deals) if deals else shape
 
 
 class Dealt(Mapping[str, StepShape]):
@@ -150,7 +155,7 @@ def _dealt(
     deals: Mapping[str, int],
 ) -> StepShape:
     """Add the shapes that ways of dealing keys out make of a step. `most`: tokens of a row."""
-    sums = (shape.queries, most, shape.longest)
+    sums = (shape.queries, most)
     plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
     dealer = deal(spec, queries, lens, _seen(spec, 0), sums) if shape.keys else lambda *_: plain
     return StepShape(*shape[:7], Dealt(shape, deals, dealer))
@@ -262,6 +267,14 @@ class Weighed(NamedTuple):
         return self.host * shape.runs if self.by_run else self.host
 
 
+def _with_mixed(models: tuple[TimingModel, ...]) -> tuple[TimingModel, ...]:
+    """Add models of mixed steps in one call: chunks to a kernel whose keys are dealt out."""
+    known = {(model.kind, model.backend) for model in models}
+    dealt = [model for model in models if model.kind == "chunked" and model.deal]
+    mixed = [replace(m, kind="mixed") for m in dealt if ("mixed", m.backend) not in known]
+    return (*models, *mixed)
+
+
 def form_of(model: TimingModel) -> Form:
     """Return a model's form."""
     return Form(model.overlap, model.whole, model.by_run, model.deal)
@@ -283,7 +296,9 @@ class Predictor:
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
-        self.spec, models = spec, tuple(models)
+        self.spec, models = spec, _with_mixed(tuple(models))
+        if spec.latent is not None:  # longer rows attend to keys that are made of latents
+            models = tuple(model for model in models if model.kind in ABSORBED)
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run for model in models)
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
@@ -339,6 +354,28 @@ class Predictor:
             w.name: Price(times[w.name], times[w.name] * w.factor, w.host_us(shape))
             for w in candidates
         }
+
+    @classmethod
+    def contending(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
+        """Return prices of candidates that are the faster on the device or the host than each other one.
+
+        Keys are dealt out as far as it takes to know.
+        """
+        lows = [(w.floor if w.deal else w.timer)(shape) * w.factor for w in candidates]
+        prices: dict[str, Price] = {}
+
+        def beaten(low: float, host: float) -> bool:
+            return any(p.compared <= low and p.host <= host for p in prices.values())
+
+        for low, weighed in sorted(zip(lows, candidates, strict=True), key=itemgetter(0)):
+            host, deal = weighed.host_us(shape), weighed.deal
+            if beaten(low, host):
+                continue
+            if deal and beaten(weighed.timer(shape.dealt.between(deal)[0]) * weighed.factor, host):
+                continue
+            us = weighed.us(shape)
+            prices[weighed.name] = Price(us, us * weighed.factor, host)
+        return prices
 
     @staticmethod
     def fastest(

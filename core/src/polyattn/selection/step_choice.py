@@ -180,8 +180,9 @@ class StepChoice:
         options: list[list[tuple[str, Price]]] = []
         for part in parts:
             usual = self.chosen[part.phase]
-            known = self.predictor.prices(part.candidates, part.shape)
-            options.append(list(known.items()) if usual in known else [(usual, UNKNOWN)])
+            known = any(weighed.name == usual for weighed in part.candidates)
+            prices = self.predictor.contending(part.candidates, part.shape) if known else {}
+            options.append(list(prices.items()) or [(usual, UNKNOWN)])
 
         def us(way: Sequence[tuple[str, Price]]) -> float:
             prices = [price for _, price in way]

@@ -20,7 +20,8 @@ from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.mla.absorption import absorb, expand_rows, project
-from polyattn.runtime.backend import AttentionBackend, MergeBackend, SparseBackend
+from polyattn.families.mla.expanding import ExpandedChooser
+from polyattn.runtime.backend import MergeBackend, SparseBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.decompositions import Part, by_phase, planned_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
@@ -29,7 +30,6 @@ from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import each_token
 from polyattn.runtime.store import Store, claimed_rotation
-from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
 
@@ -123,6 +123,7 @@ class Planner(StepPlanner):
         assert decode is not None and prefill is not None
         self.names = {"decode": decode.name, "prefill": prefill.name}
         self.chooser: Chooser | None = None
+        self.expanding: ExpandedChooser | None = None
         if not self.sparse:
             self.chooser = Chooser(group, ("decode",))
         self.longest_decode = decode.capabilities.decode_query_lens
@@ -136,6 +137,8 @@ class Planner(StepPlanner):
         self.merge = group.backend("merge", MergeBackend)
         self.apart = bool(self.spec.batch_invariant)
         self.by_token = self.spec.batch_invariant >= Invariance.STEPS
+        if not (self.sparse or self.by_token):  # whose rows are all absorbed
+            self.expanding = ExpandedChooser(group)
         self.buffers = MergeBuffers()
         self.sharing = Sharing.of(group)
 
@@ -241,7 +244,8 @@ class Planner(StepPlanner):
         at = at.to(batch.device)
         slots = batch.block_table[at[0], at[1]].long() * size + at[2]
         keys = Batch(batch.starts, list(lens), device=batch.device)
-        backend = self.group.backend("prefill", AttentionBackend, spec=expanded(self.spec))
-        plan = backend.plan(keys if causal else keys.over_context())
-        call = Call("prefill", self.names["prefill"], backend, plan, None)
+        assert self.expanding is not None
+        chosen = self.expanding.fastest(lens) if causal else self.expanding.usual
+        plan = chosen.backend.plan(keys if causal else keys.over_context())
+        call = Call("prefill", chosen.info.name, chosen.backend, plan, None)
         return Expansion(call, slots, lens if self.apart else None)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from polyattn.selection.prediction import ABSORBED
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.lengths import DISTRIBUTIONS, Lengths
 
@@ -33,8 +34,6 @@ class StepSample:
 
 COUNTS = {"decode": 48, "short": 20, "prefill": 20, "chunked": 20, "mixed": 20}
 """Steps of each kind for one layer: what fits six coefficients with a rest to judge them by."""
-ABSORBED = ("decode", "short")
-"""Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
 
 
 def counts_of(spec: LayerSpec) -> dict[str, int]:

@@ -44,6 +44,9 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
         groups[key].append(m)
     points = {key: [(m, m.point(processors)) for m in some] for key, some in groups.items()}
     made = {key: fitted for key, some in points.items() if (fitted := fit([p for _, p in some]))}
+    for layer, kind, backend in list(made):  # of such a kernel's chunks a mixed step is one
+        if kind == "mixed" and (of := made.get((layer, "chunked", backend))) and of.form.deal:
+            del made[layer, kind, backend]
     fits_by_key = {key: (fitted, groups[key]) for key, fitted in made.items()}
     # A way's other kernel is fitted to all steps that it takes.
     switched: dict[tuple[Key, str], list[tuple[Measurement, Point]]] = defaultdict(list)

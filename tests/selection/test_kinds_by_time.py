@@ -1,0 +1,131 @@
+"""Windows, steps of both kinds and prompts of latents: whose measured times choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import backend
+from polyattn import LatentSpec, LayerGroup, LayerSpec, select
+from polyattn.registry.timings import layer_class
+from polyattn.selection.prediction import Predictor, shape_of_step
+from polyattn.selection.step_choice import ALL, StepChoice, step_choice
+from polyattn.spec.timing import TERMS, TimingModel
+from polyattn.workload.base import workload
+
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+PROCESSORS = 132
+ROWS = [1] * 20 + [600], [4000] * 20 + [9000]
+
+
+def model(name: str, kind: str, deal: str = "", **coefficients: float) -> TimingModel:
+    values = tuple(coefficients.get(term, 0.0) for term in TERMS)
+    return TimingModel(name, kind, values, deal=deal, processors=PROCESSORS if deal else 0)
+
+
+A = backend("A", phases=frozenset({"prefill", "decode"}))
+B = backend("B", phases=frozenset({"prefill", "decode", "mixed"}))
+CHUNKS = model("B", "chunked", "cut", launch=10, product=2e-9)
+
+
+def chosen(models: list[TimingModel]) -> StepChoice:
+    members = {phase: {"A": A, "B": B} for phase in ("prefill", "decode")}
+    return StepChoice(SPEC, models, members, {"prefill": "A", "decode": "A"})
+
+
+def test_a_step_of_both_kinds_is_one_of_chunks_to_a_kernel_whose_keys_are_dealt_out() -> None:
+    apart = [model("A", "decode", launch=90), model("A", "chunked", launch=900)]
+    (call,) = chosen([*apart, CHUNKS]).calls(*ROWS)
+    assert (call.name, call.kind, call.rows) == ("B", "mixed", ALL)
+    chunks = Predictor(SPEC, [CHUNKS])
+    (us,) = Predictor.evaluate(
+        chunks.among("chunked", "B"), chunks.shape("chunked", *ROWS)
+    ).values()
+    assert call.times == {"B": pytest.approx(us)} and us > 100
+    # Every part of the step counts, and what was measured of such steps counts first.
+    decodes = Predictor.evaluate(
+        chunks.among("chunked", "B"), chunks.shape("chunked", ROWS[0][20:], ROWS[1][20:])
+    )
+    assert decodes["B"] < us
+    assert len(chosen([*apart, CHUNKS, model("B", "mixed", launch=2000)]).calls(*ROWS)) == 2
+    assert len(chosen([*apart, replace(CHUNKS, deal="", processors=0)]).calls(*ROWS)) == 2
+
+
+def test_a_window_that_hides_keys_has_a_kernel_of_its_own() -> None:
+    """FlashAttention-3 masks every block of a windowed step, which takes longer."""
+    spec = SPEC.replace(sliding_window=1000)
+    plain = model("A", "prefill", "cut", launch=10, product=2e-9)
+    windowed = model("A", "windowed", "cut", launch=30, product=3e-9)
+    both, alone = Predictor(spec, [plain, windowed]), Predictor(spec, [plain])
+    for tokens, other in ((1000, 1), (1001, 1.5)):
+        rows = [tokens] * 3, [tokens] * 3
+        us, before = (
+            Predictor.evaluate(p.among("prefill", "A"), p.shape("prefill", *rows))["A"]
+            for p in (both, alone)
+        )
+        assert us == pytest.approx(before if other == 1 else (before - 10) * other + 30)
+    assert layer_class(spec) == layer_class(SPEC) | {"sliding_window": True}
+
+
+def test_prompts_of_latents_go_to_whoever_is_the_fastest_at_such() -> None:
+    spec = LayerSpec(
+        kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32", block_size=16,
+        latent=LatentSpec(rank=32, rope_head_size=8),
+    )  # fmt: skip
+    selection = select(spec, "cpu")
+    assert selection.decision.prefill == "NATIVE_ATTN"
+    times = (
+        model("NATIVE_ATTN", "prefill", launch=50),
+        model("TORCH_SDPA", "prefill", product=1e-3),
+    )
+    group = LayerGroup(replace(selection, timings=times))
+    group.finish_builds()
+    for queries, names in (([20], ["TORCH_SDPA"]), ([90, 80], ["NATIVE_ATTN"])):
+        step = workload(group, [(n, n) for n in queries])
+        assert [call.name for call in step.plan.calls] == names
+        step.check()
+    # What comes before a step's tokens stays with the selection's own.
+    step = workload(group, [(20, 40)])
+    assert [call.name for call in step.plan.calls] == ["TORCH_SDPA", "NATIVE_ATTN"]
+    step.check()
+    # Whose bits mustn't follow from the others' lengths has none to choose from.
+    same = select(spec.replace(batch_invariant=True), "cpu")
+    step = workload(LayerGroup(replace(same, timings=times)), [(20, 20)])
+    assert [call.name for call in step.plan.calls] == ["NATIVE_ATTN"]
+    # Latents' own shapes have none of heads' ways, whatever the table holds.
+    dealt = [model("A", kind, "whole", launch=9) for kind in ("prefill", "chunked")]
+    assert Predictor(spec, dealt).among("prefill", "A") == []
+
+
+def test_keys_are_counted_to_the_window_of_each_row() -> None:
+    """Low tiles or tall ones: TRITON_ATTN's choice follows from the keys that rows see."""
+    spec = SPEC.replace(sliding_window=64, num_heads=64)
+    for window, kind in ((64, "low"), (50_000, "chunked")):
+        shape = shape_of_step(
+            spec.replace(sliding_window=window), np.array([12] * 20), np.array([40_000] * 20),
+            deals={"whole": PROCESSORS},
+        )  # fmt: skip
+        assert (shape.dealt["whole"].kind == "chunked") == (kind == "chunked")
+
+
+@pytest.mark.parametrize(
+    ("changes", "lens", "loser"),
+    [
+        # us: TRITON_ATTN 2,194, FLASH_ATTN_V3 1,185; TRITON_ATTN 293, TORCH_SDPA 120.
+        (
+            {"num_heads": 16, "head_size": 256, "sliding_window": 4096, "logit_soft_cap": 50.0},
+            [105, 4000, 6000, 8000, 9275],
+            "TRITON_ATTN",
+        ),
+        ({"head_size": 120}, [1486, 1486], "TRITON_ATTN"),
+    ],
+)
+def test_an_h200s_slow_kernels_are_left(
+    changes: dict[str, Any], lens: list[int], loser: str
+) -> None:
+    size = changes["head_size"]
+    choice = step_choice(select(SPEC.replace(**changes, v_head_size=size), "h200"))
+    assert choice is not None
+    assert [call.name == loser for call in choice.calls(lens, lens)] == [False]
