@@ -7,8 +7,6 @@
 
 #include "internal.h"
 
-enum { DIGIT = 10 };  // bits of a candidate that are told apart at a time
-
 IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
   const pa_index &x = *run->index;
   const int32_t seen = pa_max(0, pa_min(position + 1, x.lens[seq]));
@@ -60,57 +58,10 @@ void score(void *context, Turn *turn) {
   run->kernels->index_item(run, run->items[turn->index], turn->scratch);
 }
 
-// Keeps the `count` largest of n numbers, in their order; `room` holds n. Returns how many there are.
-int32_t keep_best(uint64_t *numbers, int32_t n, int32_t count, uint64_t *room) {
-  if (n <= count) return n;
-  if (count <= 0) return 0;
-  // Those whose leading bits alone decide are counted; the others are few, and are compared.
-  int32_t left = n, rank = count, shift = 64 - DIGIT;
-  std::copy(numbers, numbers + n, room);
-  for (; left > 8 * DIGIT && shift > 0; shift -= DIGIT) {
-    int32_t bins[1 << DIGIT] = {}, bin = 1 << DIGIT;
-    const auto digit = [shift](uint64_t x) { return (int32_t)(x >> shift) & ((1 << DIGIT) - 1); };
-    for (int32_t i = 0; i < left; i++) bins[digit(room[i])]++;
-    while (rank > bins[--bin]) rank -= bins[bin];
-    int32_t some = 0;
-    for (int32_t i = 0; i < left; i++) {
-      room[some] = room[i];
-      some += digit(room[i]) == bin;
-    }
-    left = some;
-  }
-  std::nth_element(room, room + (left - rank), room + left);
-  const uint64_t least = room[left - rank];
-  int32_t place = 0;
-  for (int32_t i = 0; i < n; i++) {  // each is written, as which one stays is hard to predict
-    const uint64_t each = numbers[i];
-    numbers[place] = each;
-    place += each >= least;
-  }
-  return place;
-}
-
-// The best of the parts of some tokens.
 void merge(void *context, Turn *turn) {
   const IndexRun *run = (const IndexRun *)context;
-  const pa_index &x = *run->index;
-  const IndexItem *first = run->items + run->groups[2 * turn->index];
-  const int32_t parts = run->groups[2 * turn->index + 1] - run->groups[2 * turn->index];
-  uint64_t *all = (uint64_t *)turn->scratch.at, *room = all + (int64_t)parts * run->most;
-  for (int32_t i = 0; i < first->tokens * x.choices; i++) {
-    int32_t n = 0;
-    for (int32_t part = 0; part < parts; part++) {
-      const uint64_t *from = run->parts + (first->part + part) * run->part_words + (int64_t)i * (1 + run->most);
-      std::memcpy(all + n, from + 1, 8 * from[0]);
-      n += (int32_t)from[0];
-    }
-    const int32_t token = i / x.choices;
-    const IndexSight sight = pa_index_sight(run, first->seq, first->position + token);
-    n = keep_best(all, n, sight.count, room);
-    int32_t *ids = (int32_t *)room;
-    for (int32_t j = 0; j < n; j++) ids[j] = (int32_t)~(uint32_t)all[j];
-    pa_write_choice(run, first->token * x.choices + i, sight, ids, n);
-  }
+  const int32_t *group = run->groups + 2 * turn->index;
+  run->kernels->index_merge(run, run->items + group[0], group[1] - group[0], turn->scratch.at);
 }
 
 // `n` numbers from 0 to `most`, ascending: in their place or in `room`. By digits, as a comparison of what comes in
@@ -195,19 +146,19 @@ int pa_choose(const char *isa, const pa_index *index, int32_t threads) {
   }
   run.items = step.items.data();
   run.groups = step.groups.data();
-  run.part_words = (int64_t)step.tokens * x.choices * (1 + run.most);
+  run.part_words = (int64_t)step.tokens * x.choices * (1 + 2 * run.most);
   Buffer *buffer = nullptr;
   if (step.parts) {
-    buffer = pa_take_buffer(8 * run.part_words * step.parts);
+    buffer = pa_take_buffer(4 * run.part_words * step.parts);
     if (!buffer) return -1;
-    run.parts = (uint64_t *)buffer->memory;
+    run.parts = (uint32_t *)buffer->memory;
   }
   const int64_t scratch = kernels->index_scratch(&run, step.tokens, step.entries);
   bool fine = pa_parallel((int32_t)step.items.size(), threads, scratch, score, &run);
   if (fine && step.parts && !run.bad) {
     int32_t largest = 0;
     for (size_t i = 0; i < step.groups.size(); i += 2) largest = pa_max(largest, step.groups[i + 1] - step.groups[i]);
-    fine = pa_parallel((int32_t)step.groups.size() / 2, threads, 16L * largest * run.most + 64, merge, &run);
+    fine = pa_parallel((int32_t)step.groups.size() / 2, threads, 8L * (largest * (int64_t)run.most + 64), merge, &run);
   }
   if (buffer) pa_give_buffer(buffer);
   return !fine ? -1 : run.bad;

@@ -346,9 +346,10 @@ struct Index {
         pa_write_choice(run, item.token * x.choices + i, r.sight, r.ids, r.count);
         continue;
       }
-      uint64_t *to = run->parts + item.part * run->part_words + (int64_t)i * (1 + run->most);
-      to[0] = (uint64_t)r.count;
-      for (int32_t j = 0; j < r.count; j++) to[1 + j] = pa_candidate(r.ranks[j], r.ids[j]);
+      uint32_t *to = run->parts + item.part * run->part_words + (int64_t)i * (1 + 2 * run->most);
+      to[0] = (uint32_t)r.count;
+      __builtin_memcpy(to + 1, r.ranks, 4L * r.count);
+      __builtin_memcpy(to + 1 + run->most, r.ids, 4L * r.count);
     }
   }
 

@@ -147,10 +147,13 @@ struct IndexProducts {
         bytes(of.x.head_size * (int)sizeof(T)), floor(splat(of.x.relu ? 0.0f : -INFINITY)),
         partial(of.s + 4 * TILE_WORDS), room((char *)(of.keys + 2 * block * depth * 16)), weights(of.weights) {}
 
+  template <bool MORE>
   PA_ALWAYS static void fold_key(const vf *weight, vf floor, __mmask16 more, const float *sums, float *to) {
-    vf sum = (vf)_mm512_maskz_loadu_ps(more, to);
+    vf sum = vmax(floor, loadf(sums)) * weight[0];
+    if (MORE) sum = (vf)_mm512_maskz_loadu_ps(more, to) + vmax(floor, loadf(sums)) * weight[0];
+    in_register(sum);  // the order of additions
     PA_UNROLLED
-    for (int i = 0; i < HT; i++) sum += vmax(floor, loadf(sums + KT * i * TILE_WORDS)) * weight[i];
+    for (int i = 1; i < HT; i++) sum += vmax(floor, loadf(sums + KT * i * TILE_WORDS)) * weight[i];
     write(to, sum);
   }
   PA_ALWAYS void take_weights(vf *to) const {
@@ -160,7 +163,7 @@ struct IndexProducts {
   PA_NOINLINE void fold_all() const {
     vf weight[HT];
     take_weights(weight);
-    for (int i = 0; i < STEP; i++) fold_key(weight, floor, more, of.s + i * W, partial + i * W);
+    for (int i = 0; i < STEP; i++) fold_key<true>(weight, floor, more, of.s + i * W, partial + i * W);
   }
   PA_ALWAYS static uint32_t *image_of(uint32_t *to, int key, int depth) {
     return to + key / 16 * depth * TILE_WORDS + key % 16 * 16;
@@ -198,9 +201,10 @@ struct IndexProducts {
     return next;
   }
 
-  // Of a step's keys and a panel's heads: the products of their images.
-  template <bool CONVERTS>
-  PA_NOINLINE void multiply(const uint32_t *k, const uint32_t *q, const Next &next) const {
+  // Of a step's keys and a panel's heads: the products of their images. MORE: what is folded may follow other panels.
+  // `next` is a copy: its addresses stay in registers, while any store may change memory that is referred to.
+  template <bool CONVERTS, bool MORE>
+  PA_NOINLINE void multiply(const uint32_t *k, const uint32_t *q, Next next) const {
     const int64_t image = SIZE ? SIZE / 32 * TILE_WORDS : depth * TILE_WORDS;
     const TileKey<T> form;
     const vf lowest = floor;
@@ -214,7 +218,7 @@ struct IndexProducts {
     const auto beside = [&](int product) __attribute__((always_inline)) {
       PA_UNROLLED
       for (int key = KT * product; SIZE && key < KT * (product + 1); key++) {
-        fold_key(weight, lowest, more, s + key * W, to + key * W);
+        fold_key<MORE>(weight, lowest, more, s + key * W, to + key * W);
         if (!CONVERTS) continue;
         constexpr int BYTES = SIZE * (int)sizeof(T);
         PA_UNROLLED
@@ -284,13 +288,11 @@ struct IndexProducts {
     }
   }
   // A key's products are of the other sign where its scale is negative, as ReLU needs.
-  void turn_signs(const float *factors, uint32_t *images) const {
-    for (int t = 0; t < block; t += W) {
-      uint32_t negative = lanes_of((vi)(read<vi>(factors + t) < vi{}));
-      for (; __builtin_expect(negative != 0, 0); negative &= negative - 1) {
-        uint32_t *key = images + t * depth * 16 + __builtin_ctz(negative) * 16;
-        for (int i = 0; i < depth; i++, key += TILE_WORDS) write(key, read<vu>(key) ^ 0x80008000u);
-      }
+  PA_ALWAYS void turn_signs(vf factors, uint32_t *images) const {
+    uint32_t negative = lanes_of((vi)factors);
+    for (; __builtin_expect(negative != 0, 0); negative &= negative - 1) {
+      uint32_t *key = images + __builtin_ctz(negative) * 16;
+      for (int i = 0; i < depth; i++, key += TILE_WORDS) write(key, read<vu>(key) ^ 0x80008000u);
     }
   }
   // Sums over heads of a token's keys from `t` on, as scores.
@@ -313,12 +315,83 @@ struct IndexProducts {
     }
   }
 
+  // One token's keys with heads of one panel: a step after another, whichever runs they are of. What is folded is of
+  // the step before.
+  bool in_stream() const {
+    return SIZE && of.item.tokens == 1 && panels == 1 && !of.x.within && of.x.block_size % W == 0;
+  }
+  PA_NOINLINE bool choose_stream(float by) {
+    constexpr int MOST = 8, RING = 16;  // runs that lines are asked for ahead; that are known
+    struct Scored {
+      const Keys *run;
+      int t;
+      vf factor[KT];
+    };
+    Keys runs[RING];
+    int32_t entry = of.item.from;
+    const int ahead = pa_max(1, pa_min(MOST, INDEX_TILE / of.x.block_size));
+    uint32_t *const images = of.keys;
+    const int64_t words = KT * depth * TILE_WORDS;
+    int known = 0, turn = 0;
+    by /= TileKey<T>::FACTOR;
+    const auto find_to = [&](int last) {
+      for (; known <= last; known++) {
+        Keys &run = runs[known % RING];
+        const int count = of.keys_from(entry, INDEX_TILE, run);
+        if (count < 0) return false;
+        if (!count) run = {0, 0, NULL, room};
+        for (int i = 0; of.x.scaled && i < count; i += 16) prefetch_l2_here(run.scale + 4 * i);
+      }
+      return true;
+    };
+    const auto piece = [&](const Keys &run, int t) {  // STEP keys from `t` on
+      const char *from = run.at + (int64_t)t * bytes;
+      const int count = run.count - t;
+      return count >= STEP ? from : count > 0 ? (const char *)__builtin_memcpy(room, from, (int64_t)count * bytes) : room;
+    };
+    const auto end = [&](const Scored &of_run) __attribute__((always_inline)) {
+      for (int i = 0; i < KT; i++) {
+        vf sum[W];
+        PA_UNROLLED
+        for (int j = 0; j < W; j++) sum[j] = loadf(partial + (i * W + j) * W);
+        write(of.scores + of_run.t + i * W, sums(sum) * (vf)((vu)of_run.factor[i] & 0x7fffffffu));
+      }
+      if (of_run.t + STEP >= of_run.run->count) of.rank_some(*of.ranked, of_run.run->first, of.scores, of_run.run->count);
+    };
+    if (!find_to(ahead)) return false;
+    convert_all({piece(runs[0], 0), NULL, images});
+    Scored before = {NULL, 0, {}};
+    for (int r = 0; runs[r % RING].count; r++) {
+      if (!find_to(r + ahead + 1)) return false;
+      const Keys &run = runs[r % RING], &next = runs[(r + 1) % RING], &far = runs[(r + ahead) % RING];
+      for (int t = 0; t < run.count; t += STEP, turn ^= 1) {
+        Scored now = {&run, t, {}};
+        uint32_t *const image = images + turn * words;
+        for (int i = 0; i < KT; i++) {
+          const int left = run.count - t - i * W;
+          const __mmask16 there = left >= W ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
+          const vf scale = of.x.scaled ? (vf)_mm512_maskz_loadu_ps(there, (const float *)run.scale + t + i * W) : splat(1.0f);
+          now.factor[i] = scale * splat(by);
+          turn_signs(now.factor[i], image + i * depth * TILE_WORDS);
+        }
+        const char *from = t + STEP < run.count ? piece(run, t + STEP) : piece(next, 0);
+        multiply<true, false>(image, of.packed, {from, far.count ? far.at + (int64_t)t * bytes : room, images + (turn ^ 1) * words});
+        if (before.run) end(before);
+        before = now;
+      }
+    }
+    fold_all();
+    if (before.run) end(before);
+    return true;
+  }
+
   // All keys, a group after another. What is folded is of the visit before, which may be the last group's.
   PA_NOINLINE bool choose(float by) {
     const int tokens = of.item.tokens;
     const int64_t panel_words = HT * depth * TILE_WORDS, block_words = block * depth * 16;
     int32_t entry = of.item.from;
     const Group *folded = NULL;
+    if (in_stream()) return choose_stream(by);
     int token = 0, t = 0, panel = 0, turn = 0;  // of what is folded; of the block in use
     const auto end_fold = [&]() __attribute__((always_inline)) {
       if (!folded || panel < panels - 1) return;
@@ -345,17 +418,20 @@ struct IndexProducts {
         if (!behind) source.start(next.runs);
         int left = pa_min(block, behind ? behind : next.count);            // keys to convert
         int visits = tokens * panels * ((here + STEP - 1) / STEP);
-        if (of.x.scaled) turn_signs(group.factors + from, of.keys + turn * block_words);
+        for (int t = 0; of.x.scaled && t < block; t += W) {
+          turn_signs(loadf(group.factors + from + t), of.keys + turn * block_words + t * depth * 16);
+        }
         for (int i = 0; i < tokens; i++) {
           for (int step = 0; step < here; step += STEP) {
             for (int p = 0; p < panels; p++) {
               const uint32_t *k = keys + step * depth * 16, *q = of.packed + (i * panels + p) * panel_words;
               if (STEP * visits-- <= left + STEP - 1) {
-                multiply<true>(k, q, next_step(to, pa_min(STEP, left)));
+                const Next some = next_step(to, pa_min(STEP, left));
+                panels == 1 ? multiply<true, false>(k, q, some) : multiply<true, true>(k, q, some);
                 left -= STEP;
                 to += KT * depth * TILE_WORDS;
               } else {
-                multiply<false>(k, q, Next());
+                multiply<false, true>(k, q, Next());
               }
               end_fold();
               folded = &group;

@@ -63,13 +63,13 @@ struct IndexItem {
   int32_t part;                // of the items of these tokens; -1: this one has all their entries
 };
 
-// An indexer's call in flight. A part has, for each token and choice, room for a count and `most` keys.
+// An indexer's call in flight. A part has, for each token and choice, room for a count, `most` ranks and their ids.
 struct IndexRun {
   const pa_index *index;
   const KernelTable *kernels;
   const IndexItem *items;
   const int32_t *groups;  // the first item of each group of parts, and the end of the last group
-  uint64_t *parts;
+  uint32_t *parts;
   int64_t part_words;
   int32_t most;           // candidates that are chosen of a row
   int32_t bad;
@@ -81,10 +81,6 @@ struct IndexSight {
 };
 IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position);
 
-// A candidate as a number: the larger the better. Of equal scores the smaller id is.
-static inline uint64_t pa_candidate(uint32_t rank, int32_t id) {
-  return (uint64_t)rank << 32 | (uint32_t)~id;
-}
 // Writes the pages of a choice's row, which is a token's for a KV head, and returns how many entries it has; `room`
 // of `pa_row_room` bytes.
 int32_t pa_write_row(const pa_chosen *chosen, int64_t row, char *room);
@@ -104,6 +100,7 @@ struct KernelTable {
   void (*scan)(const pa_scan *scan, int64_t index, const Room &scratch);
   int64_t (*index_scratch)(const IndexRun *run, int32_t tokens, int32_t entries);
   void (*index_item)(IndexRun *run, const IndexItem &item, const Room &scratch);
+  void (*index_merge)(const IndexRun *run, const IndexItem *first, int32_t parts, char *scratch);
 };
 
 // The instruction set's kernels where this processor has it, else NULL: those that multiply best.

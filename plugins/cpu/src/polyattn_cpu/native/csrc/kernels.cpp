@@ -239,5 +239,5 @@ extern "C" {
 extern const KernelTable PA_TABLE;
 const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     joins, scratch_bytes,
                               run_item, store,       scan_scratch, scan_item,
-                              index_scratch, index_item};
+                              index_scratch, index_item, index_merge};
 }

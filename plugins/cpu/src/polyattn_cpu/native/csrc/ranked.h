@@ -91,3 +91,23 @@ struct Ranked {
     if (count > sight.count) keep(sight.count, sight.count);
   }
 };
+
+// The best of the parts of some tokens.
+static void index_merge(const IndexRun *run, const IndexItem *first, int32_t parts, char *scratch) {
+  const pa_index &x = *run->index;
+  Ranked r = {};
+  r.ranks = (uint32_t *)scratch;
+  r.ids = (int32_t *)(r.ranks + (int64_t)parts * run->most + W);
+  for (int32_t i = 0; i < first->tokens * x.choices; i++) {
+    r.sight = pa_index_sight(run, first->seq, first->position + i / x.choices);
+    r.count = 0;
+    for (int32_t part = first->part; part < first->part + parts; part++) {
+      const uint32_t *from = run->parts + part * run->part_words + (int64_t)i * (1 + 2 * run->most);
+      __builtin_memcpy(r.ranks + r.count, from + 1, 4L * from[0]);
+      __builtin_memcpy(r.ids + r.count, from + 1 + run->most, 4L * from[0]);
+      r.count += (int32_t)from[0];
+    }
+    r.end();
+    pa_write_choice(run, first->token * x.choices + i, r.sight, r.ids, r.count);
+  }
+}
