@@ -187,3 +187,38 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_WORDS", "polyattn ex")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert here()[1].split() == ["explain"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("run mamba2-2.7b --sliding-window 5", "--sliding-window=5 needs attention layers"),
+        ("run mamba2-2.7b --sink-tokens 2", "--sink-tokens=2 needs attention layers"),
+        ("run llama-3.1-8b --snapshots 4", "--snapshots=4 needs recurrent layers"),
+        ("explain --spec nofile.json", "'nofile.json' is not JSON: "),
+        ('explain --spec {"num_heads":4}', "LayerSpec has no head_size; pass one"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_refused(command: str, says: str) -> None:
+    code, _, text = here(*command.split(), "--device", "cpu")
+    assert code == 2 and says in text
+
+
+def test_options_of_a_cache_are_noted_where_no_layer_has_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ("--block-size", "64", "--kv-cache-dtype", "fp8", "--formats", "--device", "cpu")
+    for model in ("mamba2-2.7b", "bert-base-uncased"):
+        caplog.clear()
+        code, text, _ = here("explain", model, *options)
+        assert code == 0 and "--formats: no layer here has a cache" in text
+        for said in ("--block-size=64 changes nothing", "--kv-cache-dtype=fp8 changes nothing"):
+            assert said in caplog.text
+    caplog.clear()
+    here("explain", "llama-3.1-8b", *options)
+    assert "changes nothing" not in caplog.text
+
+
+def test_a_model_is_named_by_default_in_the_help() -> None:
+    for command in ("explain", "build", "run", "bench"):
+        assert "llama-3.1-8b" in here(command, "--help")[1]

@@ -335,7 +335,10 @@ class LayerSpec:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise SpecError(f"LayerSpec: not JSON: {error}") from error
+            raise SpecError(
+                f"LayerSpec: {shown(text)} is not JSON: {error}; write an object like "
+                '{"num_heads": 32, "head_size": 128}'
+            ) from error
         if not isinstance(values, dict):
             raise SpecError(f"LayerSpec: JSON must be an object, not {type(values).__name__}")
         return cls.from_dict(values)

@@ -150,6 +150,15 @@ def _name(path: str) -> str:
 
 def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     """Return the layers as the command line wants them served."""
+    recurrent = any(spec.kind.is_recurrent for spec in specs)
+    streams = any(map(_streams, specs))
+    for flag, value, of, some in (
+        ("--sliding-window", options.sliding_window, "attention layers of a decoder", streams),
+        ("--sink-tokens", options.sink_tokens, "attention layers of a decoder", streams),
+        ("--snapshots", options.snapshots, "recurrent layers", recurrent),
+    ):
+        if value is not None and not some:
+            raise SettingsError(f"{flag}={value} needs {of}, and the model has none; leave it out")
     served = []
     for spec in specs:
         changes: dict[str, Any] = {}
@@ -167,11 +176,14 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     return served
 
 
+def _streams(spec: LayerSpec) -> bool:
+    """Whether a layer takes the options of StreamingLLM."""
+    return spec.kind is AttentionKind.ATTENTION and spec.role is Role.DECODER
+
+
 def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
     """Return StreamingLLM's fields of a layer: a window, sink tokens, positions within the cache."""
-    if options.sliding_window is None and options.sink_tokens is None:
-        return {}
-    if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
+    if (options.sliding_window is None and options.sink_tokens is None) or not _streams(spec):
         return {}
     changes: dict[str, Any] = {}
     if options.sliding_window is not None:
@@ -193,7 +205,7 @@ def _engine_options(options: RunOptions, ranks: Ranks | None) -> Options:
         layers=options.running,
         token_budget=options.token_budget,
         max_seqs=options.max_seqs,
-        snapshots=options.snapshots,
+        snapshots=options.kept_states,
         cache_bytes=int(options.cache_gb * 2**30),
         check_tokens=options.check,
         seed=options.seed,
@@ -227,7 +239,7 @@ def _print_selection(
         if line:
             say(f"    {line}")
     if any(g.spec.kind.is_recurrent for g in groups):
-        say(f"  {options.snapshots} snapshots of recurrent states, for shared prefixes")
+        say(f"  {options.kept_states} snapshots of recurrent states, for shared prefixes")
 
 
 def memory_line(group: SelectedLayers) -> str | None:
