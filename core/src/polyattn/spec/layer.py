@@ -552,6 +552,8 @@ def _check_quantised(spec: LayerSpec) -> None:
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
     """The rotated part lies within a head, and in-cache positions need a cache of keys."""
+    if spec.kind.is_recurrent:
+        raise SpecError(f"rope={rope!r}: {spec.kind.value} layers don't rotate; leave it out")
     if spec.latent is None:
         rope.check_span("head_size", spec.head_size)
     elif rope.last:
