@@ -167,7 +167,9 @@ def test_run_prints_the_tokens_that_a_model_generated(tmp_path: Path) -> None:
         '{"input_length": 9, "output_length": 4}\n{"input_length": 5, "output_length": 2}'
     )
     command = ("run", str(tmp_path), "--trace", str(trace), "--device", "cpu", "--cache-gb", "0.01")
-    outputs = json.loads(here(*command, "--weights", "random", "--json")[1])["outputs"]
+    report = json.loads(here(*command, "--weights", "random", "--json")[1])
+    outputs = report["outputs"]
+    assert [len(ids) for ids in report["prompts"]] == [9, 5]
     assert [len(ids) for ids in outputs] == [4, 2] and all(0 <= i < 64 for o in outputs for i in o)
     text = here(*command, "--weights", "random")[1]
     assert f"tokens of request 1: {' '.join(map(str, outputs[1]))}\n" in text
