@@ -196,13 +196,16 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("run mamba2-2.7b --sliding-window 5", "--sliding-window=5 needs attention layers"),
         ("run mamba2-2.7b --sink-tokens 2", "--sink-tokens=2 needs attention layers"),
+        ("run mamba2-2.7b --fp8-compute", "--fp8-compute=True needs layers over a cache"),
         ("run llama-3.1-8b --snapshots 4", "--snapshots=4 needs recurrent layers"),
+        ("claim polyattn:attention --device h100-sxm", "is a profile; claim needs a device"),
         ("explain --spec nofile.json", "'nofile.json' is not JSON: "),
         ('explain --spec {"num_heads":4}', "LayerSpec has no head_size; pass one"),
     ],
 )
 def test_an_option_that_changes_nothing_is_refused(command: str, says: str) -> None:
-    code, _, text = here(*command.split(), "--device", "cpu")
+    device = () if "--device" in command else ("--device", "cpu")
+    code, _, text = here(*command.split(), *device)
     assert code == 2 and says in text
 
 

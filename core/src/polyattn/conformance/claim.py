@@ -212,4 +212,7 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
     if isinstance(function, type) and issubclass(function, FunctionBackend):
         function, name = function.function, function.info.name
-    return find(function, name.upper(), resolve_device(device), seed, budget)
+    resolved = resolve_device(device)
+    if not resolved.is_real:
+        raise SettingsError(f"--device: {resolved} is a profile; claim needs a device to run on")
+    return find(function, name.upper(), resolved, seed, budget)

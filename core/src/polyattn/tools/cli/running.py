@@ -24,7 +24,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, has_blocks, read_specs
 from polyattn.tools.cli.options import RunOptions
 from polyattn.tools.cli.output import console, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_run
@@ -151,18 +151,19 @@ def _name(path: str) -> str:
 def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     """Return the layers as the command line wants them served."""
     recurrent = any(spec.kind.is_recurrent for spec in specs)
-    streams = any(map(_streams, specs))
+    streams, cached = any(map(_streams, specs)), any(map(has_blocks, specs))
     for flag, value, of, some in (
         ("--sliding-window", options.sliding_window, "attention layers of a decoder", streams),
         ("--sink-tokens", options.sink_tokens, "attention layers of a decoder", streams),
         ("--snapshots", options.snapshots, "recurrent layers", recurrent),
+        ("--fp8-compute", options.fp8_compute or None, "layers over a cache", cached),
     ):
         if value is not None and not some:
             raise SettingsError(f"{flag}={value} needs {of}, and the model has none; leave it out")
     served = []
     for spec in specs:
         changes: dict[str, Any] = {}
-        if spec.cached and not spec.kind.is_recurrent:
+        if has_blocks(spec):
             changes = {"fp8_compute": options.fp8_compute, **_streaming(spec, options)}
         if (
             options.context_parallel > 1
