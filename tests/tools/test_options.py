@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from polyattn import LayerSpec, resolve_device
+from polyattn.conformance import claim
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.runtime.step.cost import Cost
 from polyattn.tools.cli import output, weights
@@ -227,3 +228,18 @@ def test_options_of_a_cache_are_noted_where_no_layer_has_one(
 def test_a_model_is_named_by_default_in_the_help() -> None:
     for command in ("explain", "build", "run", "bench"):
         assert "llama-3.1-8b" in here(command, "--help")[1]
+
+
+def test_claim_computes_by_one_thread_and_leaves_the_process_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads that wait for each other took three times the processor time."""
+    seen: list[int] = []
+    monkeypatch.setattr(claim, "find", lambda *args: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        claim.find_at("textwrap:dedent", "cpu", 0, 0.0)
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
