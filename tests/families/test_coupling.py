@@ -100,6 +100,21 @@ def test_functions_of_scores_that_reduce_are_refused(case: str) -> None:
             register_variant(AttentionVariant(name="coupled", mask_mod=seen))
 
 
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (
+            lambda score, b, h, q, k: score if q > k else -score,
+            r"asks .* is true \(if, .* torch.where",
+        ),
+        (lambda score, b, h, q, k: None, "returns None; return a tensor"),
+    ],
+)
+def test_functions_that_no_backend_can_run_are_refused(function: Any, why: str) -> None:
+    with pytest.raises(SpecError, match=f"'broken': score_mod {why}"):
+        register_variant(AttentionVariant(name="broken", score_mod=function))
+
+
 def test_the_callers_default_device_changes_nothing() -> None:
     """Models are built on the meta device."""
     with torch.device("meta"), pytest.raises(SpecError, match="query_mod gives one head"):

@@ -281,7 +281,9 @@ def test_a_new_variant_asks_no_plugin_again() -> None:
 
 
 def test_what_is_unknown_or_wrong_is_named() -> None:
-    with pytest.raises(SpecError, match=r"variant='tempred' is not registered.*'tempered'.*known"):
+    with pytest.raises(
+        SpecError, match=r"variant='tempred' is not registered; did you mean 'tempered'"
+    ):
         select(BASE.replace(variant="tempred"))
     with pytest.raises(PluginError, match="registered already"):
         register_variant(VARIANTS[0])
@@ -315,22 +317,6 @@ def test_what_is_unknown_or_wrong_is_named() -> None:
     with pytest.raises(BatchError, match=r"is torch.int64 of shape .*convert it, or declare"):
         run(BASE.replace(variant="documents"), "TORCH_SDPA",
             step={"document": torch.zeros(5, 40).long()})  # fmt: skip
-
-
-def test_a_branch_on_a_tensor_is_named() -> None:
-    """Torch's own words say neither whose function it is, nor what to write instead."""
-
-    def branching(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx % 2 == 0 if h > 1 else kv_idx >= 0
-
-    register_variant(AttentionVariant(name="branching", mask_mod=branching))
-    try:
-        with pytest.raises(
-            BatchError, match=r"variant 'branching': .* is true \(if, .* torch.where"
-        ):
-            run(BASE.replace(variant="branching"), "TORCH_SDPA")
-    finally:
-        unregister_variant("branching")
 
 
 def test_who_cannot_serve_says_so() -> None:

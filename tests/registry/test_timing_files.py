@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from polyattn import Device, LatentSpec, LayerSpec, settings
+from polyattn import Device, LatentSpec, LayerSpec, resolve_device, settings
 from polyattn.errors import SettingsError
 from polyattn.registry.discovery import refresh
 from polyattn.registry.timings import HEADS, Timings, read_table, timings
@@ -157,3 +157,18 @@ def test_latents_are_judged_by_as_many_heads(tmp_path: Path) -> None:
     for heads, most in ((16, 32), (32, 32), (33, 64), (64, 64), (65, 128), (256, 128)):
         assert found(heads) == found(heads, "another chip") == {f"UP_TO_{most}", "DRAFTS"}
         assert found(heads, dtype="float16") == {f"UP_TO_{most}", "DRAFTS"}
+
+
+def test_a_named_table_of_another_machine_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A setting that changes nothing: the table's device is neither this one nor of its architecture."""
+    path = tmp_path / "t.json"
+    there = {"platform": "cuda", "name": "NVIDIA H200", "arch": "sm_90"}
+    path.write_text(json.dumps(table(device=there)))
+    monkeypatch.setenv("POLYATTN_TIMINGS", str(path))
+    spec = LayerSpec(num_heads=4, head_size=64)
+    found = timings(settings.current_settings())
+    for name, ignored in (("cpu", True), ("b200", True), ("h200", False), ("h100", False)):
+        notes = found.notes(spec, resolve_device(name), ())
+        assert any("ignored: it is of NVIDIA H200" in note for note in notes) == ignored, name

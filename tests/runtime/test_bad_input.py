@@ -275,9 +275,13 @@ def test_caches_that_cannot_be() -> None:
 
 def test_sinks_slopes_and_scales() -> None:
     selection = select(SPEC, "cpu")
-    with pytest.raises(SpecError, match="sinks was given"):
+    with pytest.raises(
+        SpecError, match=r"sinks needs learned_sinks=True in the spec; .*leave sinks out"
+    ):
         Attention(selection, sinks=torch.zeros(4))
-    with pytest.raises(SpecError, match="sinks is missing"):
+    with pytest.raises(
+        SpecError, match=r"sinks=None, and the spec has learned_sinks=True; pass float32 \(4,\)"
+    ):
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"))
     with pytest.raises(SpecError, match=r"alibi_slopes has shape \(3,\)"):
         Attention(select(SPEC.replace(alibi=True), "cpu"), alibi_slopes=torch.zeros(3))

@@ -172,3 +172,29 @@ def test_a_result_of_another_shape_is_named() -> None:
             polyattn.attention(x, x, x, causal=True, backend="WRONG_SHAPE")
     finally:
         polyattn.unregister("wrong_shape")
+
+
+@backend("BROKEN", platforms="cpu", dtypes="float32", head_sizes=64, features="causal")
+def broken(query, key, value, mask, scale):  # type: ignore[no-untyped-def]
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_error_of_a_kernel_names_its_backend_and_layer() -> None:
+    """Torch's words say neither, and an operator asks for both."""
+    polyattn.register(broken)
+    try:
+        spec = LayerSpec(num_heads=2, head_size=64, dtype="float32", cached=False)
+        layer = polyattn.Attention(polyattn.select(spec, "cpu", backend="BROKEN", verify=False))
+        rows = torch.randn(3, 2, 64)
+        dense = rows[None]
+        for call in (
+            lambda: layer(rows, rows, rows, None, polyattn.Batch.from_lens([3], [3])),
+            lambda: polyattn.attention(dense, dense, dense, causal=True, backend="BROKEN"),
+        ):
+            with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+                call()
+            (note,) = caught.value.__notes__
+            assert "raised by BROKEN for prefill, of attention, 2 heads of 64" in note
+            assert "POLYATTN_CHECKS=1" in note
+    finally:
+        polyattn.unregister(broken)

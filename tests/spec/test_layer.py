@@ -152,6 +152,18 @@ def test_config_object_and_nested_text_config() -> None:
         ({"role": "decodr"}, "did you mean 'decoder'"),
         ({"kind": "mla"}, "latent=None don't go together; give latent=LatentSpec"),
         ({"kind": "mamba2"}, "recurrent=None don't go together; give recurrent=RecurrentSpec"),
+        (
+            {"kind": "mamba2", "recurrent": RecurrentSpec()},
+            "recurrent.state_size=0: a mamba2 layer",
+        ),
+        (
+            {"kind": "mamba2", "recurrent": RecurrentSpec(state_size=8, qk_norm=True)},
+            "recurrent.qk_norm=True: mamba2 has none",
+        ),
+        (
+            {"kind": "gdn", "recurrent": RecurrentSpec(), "rope": RopeSpec(rotary_size=64)},
+            "gdn layers don't rotate",
+        ),
         ({"graph_capture": "always"}, "graph_capture='always'"),
         ({"scale": float("nan")}, "scale=nan"),
     ],

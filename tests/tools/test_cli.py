@@ -250,7 +250,7 @@ def test_who_is_disabled_is_said_where_no_device_is_found() -> None:
     """At 3 a.m. somebody's variable is a likelier cause than a plugin that was never installed."""
     hidden = {"POLYATTN_DISABLE_PLUGINS": "cpu"}
     assert (
-        "polyattn-cpu 0.1.0 is disabled"
+        "polyattn-cpu 0.1.0 is disabled: POLYATTN_DISABLE_PLUGINS (disable_plugins) names it"
         in polyattn("explain", "llama-3.1-8b", code=2, **hidden).stderr
     )
     problems = json.loads(polyattn("doctor", "--json", code=1, **hidden).stdout)["problems"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from polyattn import LayerSpec, resolve_device
+from polyattn.conformance import claim
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.runtime.step.cost import Cost
 from polyattn.tools.cli import output, weights
@@ -167,7 +168,9 @@ def test_run_prints_the_tokens_that_a_model_generated(tmp_path: Path) -> None:
         '{"input_length": 9, "output_length": 4}\n{"input_length": 5, "output_length": 2}'
     )
     command = ("run", str(tmp_path), "--trace", str(trace), "--device", "cpu", "--cache-gb", "0.01")
-    outputs = json.loads(here(*command, "--weights", "random", "--json")[1])["outputs"]
+    report = json.loads(here(*command, "--weights", "random", "--json")[1])
+    outputs = report["outputs"]
+    assert [len(ids) for ids in report["prompts"]] == [9, 5]
     assert [len(ids) for ids in outputs] == [4, 2] and all(0 <= i < 64 for o in outputs for i in o)
     text = here(*command, "--weights", "random")[1]
     assert f"tokens of request 1: {' '.join(map(str, outputs[1]))}\n" in text
@@ -187,3 +190,56 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_WORDS", "polyattn ex")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert here()[1].split() == ["explain"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("run mamba2-2.7b --sliding-window 5", "--sliding-window=5 needs attention layers"),
+        ("run mamba2-2.7b --sink-tokens 2", "--sink-tokens=2 needs attention layers"),
+        ("run mamba2-2.7b --fp8-compute", "--fp8-compute=True needs layers over a cache"),
+        ("run llama-3.1-8b --snapshots 4", "--snapshots=4 needs recurrent layers"),
+        ("claim polyattn:attention --device h100-sxm", "is a profile; claim needs a device"),
+        ("explain --spec nofile.json", "'nofile.json' is not JSON: "),
+        ('explain --spec {"num_heads":4}', "LayerSpec has no head_size; pass one"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_refused(command: str, says: str) -> None:
+    device = () if "--device" in command else ("--device", "cpu")
+    code, _, text = here(*command.split(), *device)
+    assert code == 2 and says in text
+
+
+def test_options_of_a_cache_are_noted_where_no_layer_has_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ("--block-size", "64", "--kv-cache-dtype", "fp8", "--formats", "--device", "cpu")
+    for model in ("mamba2-2.7b", "bert-base-uncased"):
+        caplog.clear()
+        code, text, _ = here("explain", model, *options)
+        assert code == 0 and "--formats: no layer here has a cache" in text
+        for said in ("--block-size=64 changes nothing", "--kv-cache-dtype=fp8 changes nothing"):
+            assert said in caplog.text
+    caplog.clear()
+    here("explain", "llama-3.1-8b", *options)
+    assert "changes nothing" not in caplog.text
+
+
+def test_a_model_is_named_by_default_in_the_help() -> None:
+    for command in ("explain", "build", "run", "bench"):
+        assert "llama-3.1-8b" in here(command, "--help")[1]
+
+
+def test_claim_computes_by_one_thread_and_leaves_the_process_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads that wait for each other took three times the processor time."""
+    seen: list[int] = []
+    monkeypatch.setattr(claim, "find", lambda *args: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        claim.find_at("textwrap:dedent", "cpu", 0, 0.0)
+        assert seen == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -85,10 +85,15 @@ def test_unknown_type_says_what_it_looks_like_and_how_to_say_so() -> None:
     assert "did you mean 'llama'" in refused(values, assume="llma")
 
 
-def test_an_unread_field_is_refused_unless_it_is_said_to_be_harmless() -> None:
+def test_an_unread_field_is_refused_unless_it_is_said_to_be_harmless(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     values = LLAMA | {"sliding_window": 8}
     assert "sliding_window=8" in refused(values) and "ignore=('sliding_window',)" in refused(values)
     assert layer_specs(values, ignore=["sliding_window"]) == layer_specs(LLAMA)
+    assert not caplog.records
+    layer_specs(LLAMA, ignore=["slidingwindow"])
+    assert "ignore='slidingwindow': " in caplog.text and "has no such field" in caplog.text
     assert layer_specs(LLAMA | {"sliding_window": None}) == layer_specs(LLAMA)
     inner = LLAMA | {"sliding_window": 8}
     assert "sliding_window=8" in refused({"model_type": "llava", "text_config": inner})

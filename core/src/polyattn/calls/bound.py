@@ -20,6 +20,7 @@ from polyattn.calls.plans import (
 from polyattn.calls.views import View, packed_rows
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import PackedStrides
+from polyattn.runtime.blame import blame
 from polyattn.runtime.inputs import in_forward_mode, refuse_gradients
 from polyattn.runtime.program import Frame
 
@@ -114,11 +115,15 @@ class BoundCall:
         query, key = self._tokens(query, of_query), self._tokens(key, of_key)
         value = self._tokens(value, of_value)
         frame = Frame(query, key, value, None, params, out, lse, None, fresh=True)
-        if torch.is_autocast_enabled(self.device_type):
-            with torch.autocast(self.device_type, enabled=False):
+        try:
+            if torch.is_autocast_enabled(self.device_type):
+                with torch.autocast(self.device_type, enabled=False):
+                    self.run(frame)
+            else:
                 self.run(frame)
-        else:
-            self.run(frame)
+        except Exception as error:
+            blame(error, self.step)
+            raise
         out = frame.out
         if self.packed:
             return out, lse

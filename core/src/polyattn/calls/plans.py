@@ -14,6 +14,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.registry.discovery import generation
+from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import check_has_address, refuse_gradients
@@ -228,7 +229,11 @@ def run_plan(
     lse = None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-    return step.call(query, key, value, cache, params, None, lse), lse
+    try:
+        return step.call(query, key, value, cache, params, None, lse), lse
+    except Exception as error:
+        blame(error, step)
+        raise
 
 
 PLAIN = LayerParams()

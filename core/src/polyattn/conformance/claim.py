@@ -10,6 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES
 from polyattn.conformance.checks.table import run_case
@@ -212,4 +214,12 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
     if isinstance(function, type) and issubclass(function, FunctionBackend):
         function, name = function.function, function.info.name
-    return find(function, name.upper(), resolve_device(device), seed, budget)
+    resolved = resolve_device(device)
+    if not resolved.is_real:
+        raise SettingsError(f"--device: {resolved} is a profile; claim needs a device to run on")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads wait for each other busily, and cases are small
+    try:
+        return find(function, name.upper(), resolved, seed, budget)
+    finally:
+        torch.set_num_threads(threads)

@@ -175,9 +175,12 @@ def _build(settings: Settings) -> Registry:
     records = []
     for item in sorted(sources, key=lambda f: (f.record.name, f.record.dist)):
         record = item.record
-        denied = record.name in settings.disabled_plugins
-        if denied or (settings.plugins is not None and record.name not in settings.plugins):
-            records.append(replace(record, status="disabled"))
+        if record.name in settings.disabled_plugins:
+            why = "POLYATTN_DISABLE_PLUGINS (disable_plugins) names it"
+            records.append(replace(record, status="disabled", problem=why))
+        elif settings.plugins is not None and record.name not in settings.plugins:
+            why = "POLYATTN_PLUGINS (plugins) doesn't name it"
+            records.append(replace(record, status="disabled", problem=why))
         elif record.problem:
             records.append(replace(record, status="broken"))
         elif record in doubles:

@@ -106,7 +106,9 @@ class Registry:
     @property
     def disabled(self) -> list[str]:
         """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
-        return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
+        return [
+            f"{p.origin} is disabled: {p.problem}" for p in self.plugins if p.status == "disabled"
+        ]
 
     def backend(self, name: str) -> BackendInfo:
         """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""

@@ -101,7 +101,8 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     said += [*registry.disabled, *registry.problems]
     asked = f"device {torch_device!r}" if torch_device else "a device"
     reasons = "".join(f"\n  {text}" for text in said)
-    hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'
+    none = '\n  no plugin is installed: pip install "polyattn[cpu]"'
+    hint = "" if registry.platforms or registry.disabled else none
     if torch_device:
         hint += "\n  without a name this machine's best device is used"
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")

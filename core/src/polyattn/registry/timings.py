@@ -65,6 +65,11 @@ class TimingTable:
         """Whether the table was measured on such a device: a profile goes by its driver's name."""
         return self.platform == device.platform and self.device in (device.name, device.reported)
 
+    def counts_on(self, device: Device) -> bool:
+        """Whether the table is of such a device, or of another one of its architecture."""
+        alike = self.arch == device.arch and device.is_accelerator
+        return self.is_for(device) or (self.platform == device.platform and alike)
+
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
         """Return the models that speak of `spec` on `device`.
 
@@ -80,8 +85,7 @@ class TimingTable:
         The table is of the device's platform. What a coefficient multiplies is bytes and products, of any
         head size.
         """
-        alike = self.arch == device.arch and device.is_accelerator
-        if spec.batch_invariant or not (self.is_for(device) or alike):
+        if spec.batch_invariant or not self.counts_on(device):
             return math.inf, ()
         mine = layer_class(spec)
         plain = [e for e in self._fresh(device) if not e.model.level]
@@ -122,12 +126,13 @@ def _closest(entries: Iterable[Entry]) -> tuple[TimingModel, ...]:
 class Timings:
     """The tables that count, the strongest first; `broken` has the files that are no tables.
 
-    `unasked`: the user wants no times.
+    `unasked`: the user wants no times. `named`: the path that a setting names.
     """
 
     tables: tuple[TimingTable, ...] = ()
     broken: tuple[str, ...] = ()
     unasked: bool = False
+    named: str | None = None
 
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
         """Return the models of the first table that speaks of a spec on a device, or of what is near.
@@ -149,6 +154,12 @@ class Timings:
         `models`: the layer's.
         """
         notes = [*self.broken, *(note for table in self.tables for note in table.notes(device))]
+        for table in self.tables[:1]:
+            if table.path == self.named and not table.counts_on(device):
+                notes.append(
+                    f"timing table {table.path}: ignored: it is of {table.device}, not of {device}; "
+                    "run polyattn tune here, or unset POLYATTN_TIMINGS"
+                )
         wanted = device.is_accelerator and not self.unasked
         if wanted and not models and _measurable(spec):
             cache, level = spec.kv_cache_dtype, spec.batch_invariant
@@ -219,14 +230,15 @@ def timings(settings: Settings) -> Timings:
     if settings.timings == NO_TIMINGS:
         return Timings(unasked=True)
     own = Path(settings.timings) if settings.timings is not None else default_path()
-    key = (own, settings.plugins, settings.disabled_plugins, plugins_generation())
+    key = (own, settings.timings, settings.plugins, settings.disabled_plugins, plugins_generation())
     table = _read.get(key)
     if table is None:
         if len(_read) >= MOST_SOURCES:
             _read.clear()
         there = settings.timings is not None or (own is not None and own.is_file())
         paths = _paths(own if there else None, discover(settings))
-        table = _read[key] = _read_all(paths)
+        named = None if settings.timings is None else str(own)
+        table = _read[key] = replace(_read_all(paths), named=named)
     return table
 
 

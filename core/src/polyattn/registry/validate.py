@@ -68,7 +68,10 @@ def accepted_timings(answer: Any) -> tuple[str, ...]:
 def check_api_versions(answer: Any, version: int) -> None:
     """Raise `PluginError` unless a plugin's (lowest, highest) API version includes ours."""
     if answer is None:
-        raise PluginError("does not implement polyattn_api_versions()")
+        raise PluginError(
+            "does not implement polyattn_api_versions(); a plugin is a module of hooks, or a function "
+            "under polyattn.kernel.backend's decorator"
+        )
     if (
         type(answer) not in (tuple, list)
         or len(answer) != 2

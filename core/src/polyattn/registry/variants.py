@@ -82,8 +82,8 @@ def variant_named(name: str) -> AttentionVariant:
     known = variants()
     if name not in known:
         raise SpecError(
-            f"variant={name!r} is not registered{nearest(name, known)}; known: "
-            f"{', '.join(sorted(known))} (polyattn.register_variant adds one)"
+            f"variant={name!r} is not registered{nearest(name, known)} "
+            "(polyattn.register_variant adds one)"
         )
     return known[name]
 

@@ -45,10 +45,13 @@ class Weight:
     ) -> Weight | None:
         """Return one number for each head, or None if the spec needs none. Raises `SpecError`."""
         if (tensor is not None) != wanted:
-            raise SpecError(
-                f"{name} {'is missing' if wanted else 'was given'}: the spec "
-                f"{'asks for it' if wanted else 'does not ask for it'} ({spec})"
-            )
+            field = "learned_sinks" if name == "sinks" else "alibi"
+            text = f"{name} needs {field}=True in the spec; select with it, or leave {name} out"
+            if wanted:
+                text = (
+                    f"{name}=None, and the spec has {field}=True; pass float32 ({spec.num_heads},)"
+                )
+            raise SpecError(f"{text} ({spec})")
         if tensor is None:
             return None
         check_shape(name, tensor, (spec.num_heads,))

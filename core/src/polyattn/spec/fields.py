@@ -61,14 +61,15 @@ def no_field(of: str, name: str, known: Collection[str]) -> str:
 
 def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:
     """Build a spec, or a part of one, from its fields. Raises `SpecError`."""
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
-        if name not in known:
-            raise SpecError(no_field(of, str(name), known))
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise SpecError(f"{of}: {error}") from error
+        if name not in fields:
+            raise SpecError(no_field(of, str(name), fields))
+    for name, field in fields.items():
+        needed = field.default is field.default_factory is dataclasses.MISSING
+        if needed and name not in values:
+            raise SpecError(f"{cls.__name__} has no {name}; pass one")
+    return cls(**values)
 
 
 def _changed(spec: Any, derived: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

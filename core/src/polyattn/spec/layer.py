@@ -340,7 +340,10 @@ class LayerSpec:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise SpecError(f"LayerSpec: not JSON: {error}") from error
+            raise SpecError(
+                f"LayerSpec: {shown(text)} is not JSON: {error}; write an object like "
+                '{"num_heads": 32, "head_size": 128}'
+            ) from error
         if not isinstance(values, dict):
             raise SpecError(f"LayerSpec: JSON must be an object, not {type(values).__name__}")
         return cls.from_dict(values)
@@ -554,6 +557,8 @@ def _check_quantised(spec: LayerSpec) -> None:
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
     """The rotated part lies within a head, and in-cache positions need a cache of keys."""
+    if spec.kind.is_recurrent:
+        raise SpecError(f"rope={rope!r}: {spec.kind.value} layers don't rotate; leave it out")
     if spec.latent is None:
         rope.check_span("head_size", spec.head_size)
     elif rope.last:

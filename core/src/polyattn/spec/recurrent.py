@@ -8,6 +8,7 @@ from polyattn.errors import SpecError, choice, flag, integer
 from polyattn.spec.fields import short_repr
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
+DELTA_RULES = frozenset({AttentionKind.GDN, AttentionKind.KDA})
 STATE_DTYPES = ("auto", "bfloat16", "float16")
 
 
@@ -17,7 +18,8 @@ class RecurrentSpec:
 
     Attributes:
         state_size: elements of Mamba's state for each channel.
-        conv_width: inputs that the short convolution sees, the newest included.
+        conv_width: inputs that the short convolution sees, the newest included. Beside Mamba or a delta
+            rule it is another layer's, of kind `"short_conv"`, with a state of its own.
         draft_tokens: D, the most tokens of a step that may be rejected. The convolution's state is then
             a ring of conv_width - 1 + D inputs; position p's is in column p modulo that. The sequence's
             next length says how many were rejected.
@@ -98,6 +100,13 @@ class RecurrentSpec:
         """
         mamba1 = kind is AttentionKind.MAMBA1
         mamba = mamba1 or kind is AttentionKind.MAMBA2
+        if mamba and not self.state_size:
+            raise SpecError(f"recurrent.state_size=0: a {kind.value} layer needs a positive number")
+        if self.qk_norm and kind not in DELTA_RULES:
+            raise SpecError(
+                f"recurrent.qk_norm=True: {kind.value} has none; only delta rules have one, kinds 'gdn' "
+                "and 'kda'"
+            )
         for name in ("gated", "bc_in_float32"):
             if getattr(self, name) and not mamba:
                 raise SpecError(

@@ -8,7 +8,7 @@ from polyattn import LayerSpec
 from polyattn.errors import ConfigError, SpecError, nearest
 
 from polyattn_models.config import Config, Source, read_config, read_values, text_config
-from polyattn_models.known import check_fields
+from polyattn_models.known import check_fields, warn_of_absent
 from polyattn_models.layers import Layer, ModelLayers, Reader, Towers, model_of
 from polyattn_models.multimodal import READERS as WITH_TOWERS
 from polyattn_models.multimodal import text_part, towers
@@ -91,6 +91,7 @@ def model_layers(
     if reader is None or model is None:
         raise ConfigError(f"{source}: {why_unknown(values, READERS)}")
     cfg = Config(values, source, model)
+    warn_of_absent(values, ignore, source)
     if assume is not None and assume != stated and text_part(values) is not None:
         reader = towers(assume)  # a wrapper of another type, around a text tower of this one
         cfg.read.update(values)

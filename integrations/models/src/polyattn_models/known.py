@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from polyattn.errors import ConfigError, shown
+from polyattn.errors import ConfigError, nearest, shown
 
 from polyattn_models.classes import beside, has_class, shared_reads
 from polyattn_models.config import Config
@@ -58,6 +58,19 @@ def check_fields(
         log.warning("%s: %s isn't understood for model_type=%r: ignored", cfg.source, said, kind)
     for part in cfg.parts:
         check_fields(part, assumed, ignore, strict)
+
+
+def warn_of_absent(values: Mapping[str, Any], ignore: Collection[str], source: str) -> None:
+    """Warn of the names in `ignore` that no part of a config has."""
+    there: set[str] = set()
+    parts: list[Mapping[str, Any]] = [values]
+    while parts:
+        part = parts.pop()
+        there.update(part)
+        parts += [value for value in part.values() if isinstance(value, Mapping)]
+    for name in ignore:
+        if name not in there:
+            log.warning("ignore=%r: %s has no such field%s", name, source, nearest(name, there))
 
 
 def _unread(cfg: Config, assumed: bool) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from polyattn.kernel import AttentionState, Batch, BatchError, LayerParams, LayerSpec, Pointwise
+from polyattn.kernel import AttentionState, Batch, LayerParams, LayerSpec, Pointwise
 from torch import Tensor
 
 from polyattn_cpu.gather import Span
@@ -15,7 +15,6 @@ class Places:
     def __init__(
         self, spec: LayerSpec, batch: Batch, index: int, params: LayerParams, device: torch.device
     ):
-        self.variant = spec.variant
         self.heads = torch.arange(spec.num_heads, device=device)[:, None, None]
         self.seq = torch.tensor(batch.seq_ids[index], device=device)
         self.inputs = {**batch.inputs, **params.inputs}
@@ -32,16 +31,8 @@ def changed(
 ) -> tuple[Tensor, Tensor]:
     """Return the changed scores (heads, queries, keys), and a mask that broadcasts to them."""
     at = places.of(first, scores.shape[1], span)
-    try:
-        scores = pointwise.score(scores, at, places.inputs)
-        seen = pointwise.visible(at, places.inputs)
-    except RuntimeError as error:
-        if "Boolean value of Tensor" not in str(error):
-            raise
-        raise BatchError(
-            f"variant {places.variant!r}: a function asks whether a tensor is true (if, and, or, not, "
-            "min, max), and it gets many pairs at once; use torch.where, &, |, ~, torch.minimum"
-        ) from error
+    scores = pointwise.score(scores, at, places.inputs)
+    seen = pointwise.visible(at, places.inputs)
     return scores, visible if seen is None else visible & seen
 
 

@@ -19,6 +19,7 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
+from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
@@ -206,8 +207,10 @@ class Attention(Layer):
         params = self.params if self._reads else self._params
         try:
             out = step.call(query, key, value, cache, params, out, lse)
-        except RuntimeError:  # torch's own words on a tensor that has no address
-            check_is_real("query", query)
+        except Exception as error:
+            if isinstance(error, RuntimeError):  # torch's own words on a tensor that has no address
+                check_is_real("query", query)
+            blame(error, step)
             raise
         if self._seals and capturing(query):
             self.scales.captured = True
@@ -228,7 +231,11 @@ class Attention(Layer):
         query, key, value = inputs
         assert query is not None
         self._check(step, query, key, value, cache, out)
-        step.call(query, key, value, cache, self.params, out, lse)
+        try:
+            step.call(query, key, value, cache, self.params, out, lse)
+        except Exception as error:
+            blame(error, step)
+            raise
         if self._seals and capturing(query):
             self.scales.captured = True
         return out

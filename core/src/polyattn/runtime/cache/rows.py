@@ -178,8 +178,25 @@ def check_format(format: RowFormat) -> None:
                 f"row format {format.name!r}: a row of zeros comes back as {float(back[0, 0])}; zeros "
                 "must stay zeros"
             )
+        alone = torch.cat([encoded(part[None], format) for part in row])
+        if not torch.allclose(decoded(alone, format, size), back, rtol=0.5, atol=1e-30):
+            raise SpecError(
+                f"row format {format.name!r}: encode gives a row other numbers beside other rows; each "
+                "row stands alone, so reduce over its last dimension only"
+            )
         if format.turn is not None:
             _check_turn(format, size)
+            continue
+        if float(back.abs().max()) > format.largest:
+            raise SpecError(
+                f"row format {format.name!r}: largest={format.largest:g}, and decode returns "
+                f"{float(back.abs().max()):g}; state the largest element that it returns"
+            )
+        if bool((back * row < 0).any()):
+            raise SpecError(
+                f"row format {format.name!r}: decode(encode(row)) of {float(row[(back * row < 0)][0]):g} "
+                "has the other sign; encode must saturate"
+            )
 
 
 def _check_turn(format: RowFormat, size: int) -> None:

@@ -29,6 +29,10 @@ TOY = LayerSpec(num_heads=SIZE, num_kv_heads=SIZE, head_size=SIZE, dtype="float3
 STRANGE = (torch.nan, 1e4, -1e4)
 """What another token's elements become. NaN survives a reduction that multiplies by 0."""
 UNKNOWN = "can't run on the example"
+ASKS_TRUTH = (
+    "asks whether a tensor is true (if, and, or, not, min, max), and it gets many pairs at once; use "
+    "torch.where, &, |, ~, torch.minimum"
+)
 Call = Callable[[list[Tensor]], Tensor]
 
 
@@ -93,15 +97,21 @@ def _problem(
 
     def call(parts: list[Tensor]) -> Tensor:
         with torch.no_grad():
-            result = torch.as_tensor(function(*parts, inputs=tensors))
+            result = function(*parts, inputs=tensors)
+        if result is None:
+            raise SpecError("returns None; return a tensor")
+        result = torch.as_tensor(result)
         size = torch.broadcast_shapes(*(tensor.shape for tensor in parts))
         return result.to(device, torch.float64).expand(size)
 
     copies = [tensor.clone() for tensor in args]
     try:
         whole = call(copies)
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        return UNKNOWN  # a layer's sizes, or another device, may do
+    except SpecError as error:
+        return str(error)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        # a layer's sizes, or another device, may do
+        return ASKS_TRUTH if "Boolean value of Tensor" in str(error) else UNKNOWN
     if not all(map(torch.equal, copies, args)):
         return "writes to its arguments; return new tensors"
     if all(_alone(call, args, whole, unit) for unit in _units(function, shape)):

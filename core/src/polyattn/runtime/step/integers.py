@@ -72,7 +72,7 @@ def _check_lengths(starts: Integers, lens: Integers, queries: Integers) -> None:
     if len(starts) != len(lens) + 1:
         raise BatchError(
             f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
-            "than there are sequences"
+            f"than there are sequences ({len(starts) - 1} query_lens for {len(lens)} seq_lens)"
         )
     if queries.min(initial=0) < 0:
         index = int((queries < 0).argmax())

@@ -21,7 +21,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.cache_formats import formats_of, print_formats
 from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
-from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.models import has_blocks, read_specs
 from polyattn.tools.cli.options import ExplainOptions
 from polyattn.tools.cli.output import console, print_json, say
 from polyattn.tools.cli.plots import check_plot, plot_values
@@ -44,11 +44,13 @@ def show(options: ExplainOptions) -> int:
         except SelectionError as error:
             selected.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
+    if options.formats and not any(map(has_blocks, groups)):
+        notes = [*notes, "--formats: no layer here has a cache whose format could differ"]
     predicted = [_predicted(result, steps, settings) for *_, result in selected]
     compared = steps or {text: parse_batch(text) for text in DEFAULT_STEPS}
     costs = [
         formats_of(spec, len(layers), resolved, settings, compared)
-        if options.formats and spec.cached and not spec.kind.is_recurrent
+        if options.formats and has_blocks(spec)
         else []
         for spec, layers, *_ in selected
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
     from polyattn.tools.cli.options import Reading
+
+log = logging.getLogger("polyattn")
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_TRACE = "azure_conversation.csv"
@@ -68,6 +71,7 @@ def read_specs(
                 ignore=tuple(reading.ignore or ()),
                 kv_cache_dtype=reading.kv_cache_dtype,
             )
+            _warn_uncached(str(path), specs, reading)
             return str(path), [_in_blocks(spec, reading.block_size) for spec in specs]
         except PolyattnError:
             raise
@@ -79,6 +83,7 @@ def read_specs(
         spec = LayerSpec.from_json(spec_json)
         if reading.kv_cache_dtype is not None:
             spec = spec.replace(kv_cache_dtype=reading.kv_cache_dtype)
+        _warn_uncached("--spec", [spec], reading)
         return "--spec", [_in_blocks(spec, reading.block_size)]
     except PolyattnError:
         raise
@@ -86,8 +91,23 @@ def read_specs(
         raise SettingsError(f"--spec is no LayerSpec: {describe(error)}") from None
 
 
+def has_blocks(spec: LayerSpec) -> bool:
+    """Whether a layer keeps keys in the blocks of a cache."""
+    return bool(spec.cached) and not spec.kind.is_recurrent
+
+
+def _warn_uncached(path: str, specs: list[LayerSpec], reading: Reading) -> None:
+    """Warn of a cache's options where no layer has one: an engine's command passes them to any model."""
+    if any(map(has_blocks, specs)):
+        return
+    block_size, dtype = reading.block_size, reading.kv_cache_dtype
+    for flag, value in (("--block-size", block_size), ("--kv-cache-dtype", dtype)):
+        if value not in (None, "auto"):
+            log.warning("%s=%s changes nothing: no layer of %s has a cache", flag, value, path)
+
+
 def _in_blocks(spec: LayerSpec, block_size: int | None) -> LayerSpec:
     """Return a layer with another block size, where it has blocks at all."""
-    if block_size is None or spec.kind.is_recurrent or not spec.cached:
+    if block_size is None or not has_blocks(spec):
         return spec
     return spec.replace(block_size=block_size)

@@ -32,7 +32,10 @@ OnDevice = Annotated[
     str | None, typer.Option("--device", help="A profile (h100-sxm) or a torch device (cuda:0).")
 ]
 Model = Annotated[
-    str | None, typer.Argument(help="A config.json, its directory, or a bundled model's name.")
+    str | None,
+    typer.Argument(
+        help="A config.json, its directory, or a bundled model's name (default: llama-3.1-8b)."
+    ),
 ]
 
 
@@ -138,7 +141,9 @@ class RunOptions(Where, Reading, Output):
     token_budget: Annotated[int, count("Most tokens in a step.")] = 2048
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0
-    snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16
+    snapshots: Annotated[
+        int | None, count("Recurrent states kept of shared prefixes (default: 16).")
+    ] = None
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in fp8_e4m3 over such a cache."),
@@ -163,6 +168,11 @@ class RunOptions(Where, Reading, Output):
         """Layers of each group that run: a whole model's all do."""
         return (self.layers or 1) if self.weights is None else LARGEST_COUNT
 
+    @property
+    def kept_states(self) -> int:
+        """Recurrent states kept of shared prefixes."""
+        return 16 if self.snapshots is None else self.snapshots
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Reading, Output):
@@ -174,7 +184,10 @@ class BenchOptions(Reading, Output):
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(help="A config.json or a bundled model (its first attention)."),
+        typer.Option(
+            help="A config.json or a bundled model, whose first attention layer is timed "
+            "(default: llama-3.1-8b)."
+        ),
     ] = None
     spec: Spec = None
     device: OnDevice = None

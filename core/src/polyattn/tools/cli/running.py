@@ -24,7 +24,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.models import model_reader
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, has_blocks, read_specs
 from polyattn.tools.cli.options import RunOptions
 from polyattn.tools.cli.output import console, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_run
@@ -150,10 +150,20 @@ def _name(path: str) -> str:
 
 def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     """Return the layers as the command line wants them served."""
+    recurrent = any(spec.kind.is_recurrent for spec in specs)
+    streams, cached = any(map(_streams, specs)), any(map(has_blocks, specs))
+    for flag, value, of, some in (
+        ("--sliding-window", options.sliding_window, "attention layers of a decoder", streams),
+        ("--sink-tokens", options.sink_tokens, "attention layers of a decoder", streams),
+        ("--snapshots", options.snapshots, "recurrent layers", recurrent),
+        ("--fp8-compute", options.fp8_compute or None, "layers over a cache", cached),
+    ):
+        if value is not None and not some:
+            raise SettingsError(f"{flag}={value} needs {of}, and the model has none; leave it out")
     served = []
     for spec in specs:
         changes: dict[str, Any] = {}
-        if spec.cached and not spec.kind.is_recurrent:
+        if has_blocks(spec):
             changes = {"fp8_compute": options.fp8_compute, **_streaming(spec, options)}
         if (
             options.context_parallel > 1
@@ -167,11 +177,14 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     return served
 
 
+def _streams(spec: LayerSpec) -> bool:
+    """Whether a layer takes the options of StreamingLLM."""
+    return spec.kind is AttentionKind.ATTENTION and spec.role is Role.DECODER
+
+
 def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
     """Return StreamingLLM's fields of a layer: a window, sink tokens, positions within the cache."""
-    if options.sliding_window is None and options.sink_tokens is None:
-        return {}
-    if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
+    if (options.sliding_window is None and options.sink_tokens is None) or not _streams(spec):
         return {}
     changes: dict[str, Any] = {}
     if options.sliding_window is not None:
@@ -193,7 +206,7 @@ def _engine_options(options: RunOptions, ranks: Ranks | None) -> Options:
         layers=options.running,
         token_budget=options.token_budget,
         max_seqs=options.max_seqs,
-        snapshots=options.snapshots,
+        snapshots=options.kept_states,
         cache_bytes=int(options.cache_gb * 2**30),
         check_tokens=options.check,
         seed=options.seed,
@@ -227,7 +240,7 @@ def _print_selection(
         if line:
             say(f"    {line}")
     if any(g.spec.kind.is_recurrent for g in groups):
-        say(f"  {options.snapshots} snapshots of recurrent states, for shared prefixes")
+        say(f"  {options.kept_states} snapshots of recurrent states, for shared prefixes")
 
 
 def memory_line(group: SelectedLayers) -> str | None:

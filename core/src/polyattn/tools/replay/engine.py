@@ -120,6 +120,7 @@ class Engine:
         self.report.preemptions = self.scheduler.preemptions
         self.report.saved_bytes = sum(runner.saved_bytes for runner in self.decoders)
         if self.model is not None:
+            self.report.prompts = self.model.prompts()
             self.report.outputs = self.model.outputs()
         self.report.max_error, self.report.checked = self.checker.worst, self.checker.checked
         return self.report

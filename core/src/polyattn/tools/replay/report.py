@@ -26,7 +26,8 @@ class Report:
 
     `first_token` holds each request's seconds from its arrival to its first token (TTFT),
     `between_tokens` those from each token to the next of its request (ITL).
-    `outputs`: of a whole model, the token ids that each request generated.
+    `prompts`, `outputs`: of a whole model, the token ids of each request's prompt, and those that it
+    generated.
     """
 
     requests: int
@@ -42,6 +43,7 @@ class Report:
     usage: list[Usage] = field(default_factory=list)
     saved_bytes: int = 0
     states_copied: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
     def phase(self, decode: bool) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class Report:
             "cache_use_peak": max((s.cache_use for s in self.steps), default=0.0),
             "checked_tokens": self.checked,
             "max_error": self.max_error,
-            **({"outputs": self.outputs} if self.whole_model else {}),
+            **({"prompts": self.prompts, "outputs": self.outputs} if self.whole_model else {}),
         }
 
 

@@ -85,6 +85,10 @@ class ModelRunner:
                 known[index].append(token)
         return clock.clock() - started - step.checking
 
+    def prompts(self) -> list[list[int]]:
+        """Return the token ids of each request's prompt, in the requests' order."""
+        return [ids[: running.request.prompt] for running, ids in self.tokens.items()]
+
     def outputs(self) -> list[list[int]]:
         """Return the token ids that each request generated, in the requests' order."""
         return [ids[running.request.prompt :] for running, ids in self.tokens.items()]
