@@ -68,11 +68,16 @@ WHOLE = [
     for variant in VARIANTS
 ]
 """Every variant for every target; CI has one chip's plain layer."""
-LIKE_OTHERS = ("sm_80", "gfx950")
-"""sm_89 has the same instructions in less memory; gfx950 compiles over fp8 caches."""
+LIKE_OTHERS = ("sm_80", "gfx90a", "gfx950")
+"""sm_89 has sm_80's instructions in less memory, gfx942 gfx90a's memory; gfx950 compiles fp8 caches."""
+BY_OTHERS = ("head 96, MHA, lse", "MQA of 71")
+"""Odd heads and LSEs are in `FEWEST`, and wide heads have the largest groups."""
 QUICK = [
     *(
-        pytest.param("sm_90", variant, marks=() if variant == "ALiBi" else slow)
+        pytest.param(
+            "sm_90", variant,
+            marks=() if variant == "ALiBi" else sweep if variant in BY_OTHERS else slow,
+        )
         for variant in VARIANTS
         if variant != "plain"
     ),
@@ -82,7 +87,7 @@ QUICK = [
         for arch in TARGETS
         if arch not in ("sm_90", "gfx942")
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arch", "variant"), WHOLE)
@@ -130,7 +135,7 @@ WIDEST = ("512, fp32, ALiBi", "576")
 LEAST_MEMORY = ("sm_89", "gfx942")
 """The chip of each vendor with the least memory for a program."""
 WIDE_CASES = {
-    *(("sm_90", heads) for heads in WIDE_HEADS if heads != "512"),
+    *(("sm_90", heads) for heads in WIDE_HEADS if heads not in ("512", *WIDEST)),
     *product(LEAST_MEMORY, WIDEST),
 }
 
