@@ -324,6 +324,8 @@ FAMILY_CASES = [
 
 FAMILY_STEPS = ([(1, 300)], [(3, 300)], [(300, 300)])
 """A decode, drafts, a prompt."""
+SMALLER = {"selective_kernel": {"BLOCK_D": 32, "BLOCK_T": 4}}
+"""Tiles of drafts for prompts on sm_90, where LLVM takes 17 s for a prompt's own: GPUs run those."""
 
 
 def compiled_families(
@@ -337,7 +339,8 @@ def compiled_families(
     each = {(one.name, one.constants): one for one in every if one.name not in others}
     made: dict[str, list[Any]] = {}
     for (name, _), launch in each.items():
-        made.setdefault(name, []).append(launch.compiled(arch))
+        smaller = SMALLER.get(name, {}) if arch == "sm_90" else {}
+        made.setdefault(name, []).append(launch.but(**smaller).compiled(arch))
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     assert all(len(kernel.asm[kind]) > 500 for kernels in made.values() for kernel in kernels)
     return made
@@ -417,11 +420,9 @@ def test_latents_by_few_heads_compile_to_machine_code(heads: int, stored: str, b
 @pytest.mark.parametrize(
     ("size", "arch"),
     [
-        pytest.param(320, "sm_90", marks=sweep),  # tiles of 512, as on the other chip
-        *(
-            pytest.param(*case, marks=slow)
-            for case in ((320, "gfx942"), (512, "sm_90"), (512, "gfx942"))
-        ),
+        *(pytest.param(*case, marks=slow) for case in ((320, "gfx942"), (512, "sm_90"))),
+        # Tiles of 512, as on the other chip.
+        *(pytest.param(*case, marks=sweep) for case in ((320, "sm_90"), (512, "gfx942"))),
     ],
 )
 def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
