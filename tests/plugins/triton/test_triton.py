@@ -432,7 +432,7 @@ def test_values_in_keys_compile_to_machine_code(arch: str, size: int) -> None:
         kind="sparse", num_heads=64, num_kv_heads=1, head_size=size, dtype="bfloat16",
         learned_sinks=True, sparse=sparse,
     )  # fmt: skip
-    made = compiled_families(spec, arch, "TRITON_MLA_SPARSE", ([(1, 300)], [(1, 4096)] * 1000))
+    made = compiled_families(spec, arch, "TRITON_MLA_SPARSE", ([(1, 300)], [(1, 4)] * 1000))
     kernels = made["mla_kernel"]
     assert len(kernels) == 2, "keys split, and whole"
     assert arch != "sm_90" or all(kernel.metadata.shared <= 227 << 10 for kernel in kernels)
@@ -469,7 +469,7 @@ def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str
         sizes, form = sizes | {"variant": registered(FEATURES)}, RecurrentSpec()
     spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
     name = "TRITON_SCAN" if kind in ("kda", "rwkv7") else "TRITON_TOKEN_SCAN"
-    made = compiled_families(spec, arch, name, (*FAMILY_STEPS, [(2000, 2000)], [(64, 64)] * 64))
+    made = compiled_families(spec, arch, name, (*FAMILY_STEPS, [(2000, 2000)], [(64, 64)] * 16))
     assert made.keys() == BY_TOKEN[kind]
 
 
