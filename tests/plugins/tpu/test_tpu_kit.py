@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
 }
 
-SMALL = ENVIRONMENT | {"PALLAS_BUCKETS": "tokens=512,seqs=16,pages=512"}
+SMALL = ENVIRONMENT | {"PALLAS_BUCKETS": "tokens=1024,seqs=16,pages=512"}
 """For short steps: the interpreter computes each place of a bucket."""
 
 
