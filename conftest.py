@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# Inductor would compile and load a program for each instruction set that the processor has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # A run draws what the last one drew: a change alone turns a test red.
 # `--hypothesis-profile=default` draws anew.
 settings.register_profile("repeatable", derandomize=True)

@@ -40,13 +40,21 @@ def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 HARDEST = ("flash_sigmoid", "speculation_tree", "documents", "t5_bias")
 """They leave the softmax out or read inputs. `test_random_functions.py` draws the others' kind."""
+COMPILED = ("flash_sigmoid", "documents", "t5_bias")
+"""For FLEX_ATTENTION a tree is a mask with inputs, as documents are."""
 
 
 @pytest.mark.parametrize(
-    "names",
-    [pytest.param(HARDEST, marks=pytest.mark.slow), pytest.param((), marks=pytest.mark.sweep)],
+    ("backend", "names"),
+    [
+        *(pytest.param(backend, HARDEST, marks=pytest.mark.slow) for backend in INTERPRETED),
+        pytest.param("FLEX_ATTENTION", COMPILED, marks=pytest.mark.slow),
+        *(
+            pytest.param(backend, (), marks=pytest.mark.sweep)
+            for backend in (*INTERPRETED, "FLEX_ATTENTION")
+        ),
+    ],
 )
-@pytest.mark.parametrize("backend", [*INTERPRETED, "FLEX_ATTENTION"])
 def test_right_where_they_are_generated_or_compiled(
     backend: str, names: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -47,6 +47,8 @@ CHIPS = {
 """The topology that a mesh of so many devices is taken from. TPU7x has two devices a chip: 8 and 16
 of them are 4 and 8 chips."""
 AXIS = "heads"
+LEAST_EFFORT = 9
+"""XLA's level O0. Mosaic, VMEM and semaphores refuse the same at every level."""
 
 
 @cache
@@ -71,14 +73,21 @@ def shapes(tree: Any, place: Any) -> Any:
 
 
 def compile_for(
-    arch: str, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+    arch: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    level: int | None = None,
 ) -> Any:
-    """Compile a function for one chip at these arguments' shapes; raises what the compiler raises."""
+    """Compile a function for one chip at these arguments' shapes; raises what the compiler raises.
+
+    `level`: XLA's optimization level, libtpu's default where it is None.
+    """
     place = NamedSharding(mesh(arch), P())
     lowered = jax.jit(function, donate_argnums=donate).lower(
         *(shapes(argument, place) for argument in arguments)
     )
-    return lowered.compile()
+    return lowered.compile(None if level is None else {"optimization_level": level})
 
 
 def step_of(phase: str, seqs: int, tokens: int, length: int, block_size: int) -> Step:
@@ -133,10 +142,12 @@ def attention_case(
     return run, (plan, query, kept, params)
 
 
-def compile_attention(spec: LayerSpec, arch: str, phase: str, **sizes: Any) -> Any:
+def compile_attention(
+    spec: LayerSpec, arch: str, phase: str, *, level: int | None = None, **sizes: int
+) -> Any:
     """Compile a layer's prefill or decode for one chip; returns JAX's compiled function."""
     run, arguments = attention_case(spec, phase, **sizes)
-    return compile_for(arch, run, *arguments)
+    return compile_for(arch, run, *arguments, level=level)
 
 
 def latent_case(

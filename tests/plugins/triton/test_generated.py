@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import python
 from interpreting import interpreted
 from polyattn import AttentionVariant, LayerSpec, register_variant, unregister_variant
 from torch import Tensor
@@ -95,11 +96,8 @@ def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compiled_warm_up.py")
     told = []
     for _ in range(2):
-        ran = subprocess.run(
-            [sys.executable, script, '{"variant": "flash_sigmoid"}', "decode"], timeout=1200,
-            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
+        asked = '{"variant": "flash_sigmoid"}'
+        ran = python(script, asked, "decode", seconds=1200, TRITON_CACHE_DIR=str(tmp_path))
         assert ran.returncode == 0, ran.stderr[-3000:]
         told.append({name: int(n) for name, n in map(str.split, ran.stdout.splitlines())})
     first, again = told

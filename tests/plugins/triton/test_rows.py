@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from polyattn import LayerSpec
 
 pytest.importorskip("triton")
+sweep = pytest.mark.sweep
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="nvfp4", block_size=16)
 
 
@@ -30,7 +29,7 @@ def test_a_multiprocessor_holds_twelve_programs_of_packed_rows(name: str) -> Non
     from test_triton import programs_on_one
 
     spec = SPEC.replace(kv_cache_dtype=name)
-    for way, layout in product(("decode", "many", "listed"), ("NHD", "HND")):
+    for way, layout in (("decode", "NHD"), ("many", "NHD"), ("listed", "NHD"), ("listed", "HND")):
         kernel = compile_phase(spec, "sm_90", way, own=True, layout=layout)
         assert programs_on_one(kernel, 160) >= FEW_ON_ONE * PLACES
 
@@ -59,17 +58,28 @@ def test_needs_no_small_types_of_the_device(arch: str) -> None:
         assert len(kernel.asm["cubin" if arch.startswith("sm_") else "hsaco"]) > 500
 
 
+FORMATS = (
+    "nvfp4", "int4", "mxfp4", "kivi2", "turboquant4", "int8_rows", "e4m3_rows", "int8_rows/int4",
+)  # fmt: skip
+IN_HALVES = ("nvfp4", "kivi2", "int8_rows")
+"""Floats, integers of a part of a byte and of a whole one, for queries of float16."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "phases"),
+    ("name", "dtype", "phases"),
     [
-        pytest.param("bfloat16", ("listed", "paged", "write"), marks=pytest.mark.slow),
-        pytest.param("float16", ("listed",), marks=pytest.mark.slow),
-        pytest.param("float16", ("paged",), marks=pytest.mark.sweep),
+        *(
+            pytest.param(n, "bfloat16", ("listed", "paged", "write"), marks=pytest.mark.slow)
+            for n in FORMATS
+        ),
+        *(
+            pytest.param(
+                n, "float16", ("listed",), marks=pytest.mark.slow if n in IN_HALVES else sweep
+            )
+            for n in FORMATS
+        ),
+        *(pytest.param(n, "float16", ("paged",), marks=sweep) for n in FORMATS),
     ],
-)
-@pytest.mark.parametrize(
-    "name",
-    ["nvfp4", "int4", "mxfp4", "kivi2", "turboquant4", "int8_rows", "e4m3_rows", "int8_rows/int4"],
 )
 def test_every_format_compiles_to_machine_code(
     name: str, dtype: str, phases: tuple[str, ...]
