@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -21,6 +22,31 @@ def python(code: str, *options: str, **env: str) -> str:
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return found.stdout.strip()
+
+
+FLOATS = {"empty", "zeros", "ones", "eye", "rand", "randn", "linspace"}
+"""torch's functions whose result has the default dtype, which is the caller's."""
+
+
+def test_no_tensor_has_the_callers_default_dtype() -> None:
+    """Triton's parts of split decodes had: of bfloat16 where an engine sets that."""
+    bare = []
+    for path in ROOT.glob("*/**/src/**/*.py"):
+        if {"tools", "conformance"} & set(path.parts):
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            by_name = {word.arg: word.value for word in call.keywords}
+            floats = [
+                n for n in ast.walk(call) if isinstance(n, ast.Constant) and type(n.value) is float
+            ]
+            made = ast.unparse(call.func.value) == "torch" and (
+                call.func.attr in FLOATS or (call.func.attr in ("full", "tensor") and floats)
+            )
+            if made and "dtype" not in by_name and None not in by_name:
+                bare.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert not bare
 
 
 def test_import_is_light() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families.steps import FAMILIES, SINKS, TABLE, Attending, Latent, Recurring
+from families.steps import FAMILIES, MLA, SINKS, TABLE, Attending, Latent, Recurring
 from polyattn import (
     Attention,
     Batch,
@@ -24,6 +24,7 @@ from polyattn import (
     select,
 )
 from polyattn.errors import BatchError, SpecError
+from polyattn.runtime.cache.bits import codebook
 from polyattn.runtime.parameters import Weight
 
 
@@ -155,6 +156,40 @@ def test_the_callers_default_device_changes_nothing(backend: str) -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize(
+    ("backend", "stored", "scales"),
+    [
+        ("NATIVE_ATTN", "turboquant4", "number"),
+        ("TORCH_SDPA", "turboquant4", "number"),
+        ("TORCH_SDPA", "int8", "head"),
+    ],
+)
+def test_the_callers_default_dtype_changes_nothing(backend: str, stored: str, scales: str) -> None:
+    """Engines set their model's. Each dtype comes first once: what is remembered isn't the first's."""
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", sliding_window=5, block_size=16,
+        kv_cache_dtype=stored, scales=scales, rope=RopeSpec(rotary_size=32), needs_lse=True,
+    )  # fmt: skip
+    tokens = torch.randn(6, 4, 32), torch.randn(6, 2, 32), torch.randn(6, 2, 32)
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    outputs = []
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        codebook.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            group = LayerGroup(select(spec, "cpu", backend=backend))
+            cache = group.allocate_cache(4)
+            for part in (cache.key, cache.value):
+                part.zero_()
+            layer = Attention(group, rotate=True, k_scale=0.03, v_scale=0.03)
+            batch = Batch.from_lens([5, 1], [5, 20], table, 16)
+            outputs.append(layer(*tokens, cache, group.plan(batch)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for out, lse in outputs[1:]:
+        assert torch.equal(out, outputs[0][0]) and torch.equal(lse, outputs[0][1])
+
+
 def test_every_family_is_built_on_the_meta_device() -> None:
     latent, recurring = Latent(), Recurring()
     expected = [
@@ -267,6 +302,21 @@ def test_autocast_lowers_nothing(
     expected = step.run(step.layer, step.batch)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(step.run(step.layer, step.batch), expected)
+
+
+def test_autocast_to_another_half_refuses_no_latents() -> None:
+    """As `torch.autocast("cuda")`, to float16, does around a layer of bfloat16."""
+    step = Latent()
+    half, inputs = MLA.replace(dtype="float16"), [each.half() for each in step.inputs]
+    weights = step.layer.weights
+    assert weights is not None
+    layer = LatentAttention(select(half, "cpu"), *(weight.half() for weight in weights))
+    step.cache = layer.group.allocate_cache(5)
+    step.cache.key.normal_()
+    expected = step.run(layer, step.batch, *inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step.run(layer, step.batch, *inputs), expected)
+        layer.store(*inputs[1:], step.cache, torch.arange(4))
 
 
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "HPU_ATTN"])

@@ -19,6 +19,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     StateCache,
+    attention,
     merge_states,
     select,
     select_layers,
@@ -280,6 +281,12 @@ def test_sinks_slopes_and_scales() -> None:
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"))
     with pytest.raises(SpecError, match=r"alibi_slopes has shape \(3,\)"):
         Attention(select(SPEC.replace(alibi=True), "cpu"), alibi_slopes=torch.zeros(3))
+    drawn = torch.zeros(4, dtype=torch.complex64)  # its imaginary part would be dropped
+    with pytest.raises(SpecError, match=r"sinks is torch\.complex64; it must be real"):
+        Attention(select(SPEC.replace(learned_sinks=True), "cpu"), sinks=drawn)
+    query = torch.randn(1, 2, 4, 32)
+    with pytest.raises(BatchError, match=r"sinks is torch\.complex64"):
+        attention(query, query, query, sinks=drawn)
     quantised = select(SPEC.replace(kv_cache_dtype="int8"), "cpu")
     with pytest.raises(SpecError, match=r"k_scale=0\.0"):
         Attention(quantised, k_scale=0.0)
@@ -477,6 +484,18 @@ def test_kernels_read_no_further_than_a_buffer_and_its_own_dtype(name: str) -> N
             Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: wrong}), **TABLES)
     longer = torch.nn.functional.pad(buffer, (0, 2))
     Batch.on_buffers([0, 1, 2], [3, 4], **(buffers | {name: longer}), **TABLES)
+
+
+def test_bounds_are_for_layers_that_read_the_buffers_lengths() -> None:
+    """Others plan by the host's: on a CPU, where the buffer can be read, both must be the same."""
+    starts, lens = torch.tensor([[0, 1, 2], [3, 4, 0]], dtype=torch.int32)
+    group = LayerGroup(select(SPEC, "cpu"))
+    group.plan(Batch.on_buffers([0, 1, 2], [3, 4], starts, lens, TABLE[:2], None))
+    bounds = Batch.on_buffers([0, 1, 2], [3, 9], starts, lens, TABLE[:2], None)
+    with pytest.raises(BatchError, match=r"seq_lens\[1\]=4 in the buffer, 9 on the host"):
+        group.plan(bounds)
+    bounded = LayerGroup(select(SPEC.replace(length_bounds=True), "cpu", backend="VANILLA"))
+    assert bounded.plan(bounds).batch is bounds
 
 
 TABLES = {"block_table": TABLE[:2], "slot_mapping": torch.tensor([2, 19])}

@@ -27,6 +27,7 @@ from polyattn.calls.sdpa import sdpa as sdpa
 from polyattn.calls.sdpa import sdpa_operator as sdpa_operator
 from polyattn.calls.stand_in import StandIns as StandIns
 from polyattn.calls.views import joined_pages as joined_pages
+from polyattn.families.attention.alibi import alibi_slopes as alibi_slopes
 from polyattn.registry.info import API_VERSION as API_VERSION
 from polyattn.registry.integrations import Integration as Integration
 from polyattn.registry.integrations import integrations as integrations

@@ -18,6 +18,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     PolyattnError,
+    select,
 )
 from polyattn.families.attention import reference
 from polyattn.families.attention.workload import widths
@@ -251,6 +252,11 @@ def refused(rank: int, size: int, asked: dict[str, Any]) -> dict[str, str]:
     shared, table = ContextGroup(LayerGroup(SPEC), context), torch.zeros(1, 1, dtype=torch.int32)
     masked = Batch([0, 1], [5], table, mask=CustomMask.tree([[-1]]))
     found["a step's mask"] = said(lambda: shared.plan(masked))[0]
+    ends, lens = torch.tensor([[0, 1], [5, 0]], dtype=torch.int32)
+    bounds = Batch.on_buffers([0, 1], [9], ends, lens[:1], table, None)
+    found["a step of bounds"] = said(lambda: shared.plan(bounds))[0]
+    bounded = LayerGroup(select(SPEC.replace(length_bounds=True), "cpu", backend="VANILLA"))
+    found["a layer of bounds"] = said(lambda: ContextGroup(bounded, context))[0]
     group = LayerGroup(heads_of_rank(SPEC.replace(alibi=True), size))
     by_heads = ContextGroup(group, context, keys="heads")
     found["slopes"] = said(lambda: ContextAttention(by_heads, Attention(group)))[0]

@@ -210,6 +210,8 @@ def test_what_is_refused_says_why() -> None:
         for name, (_, _, words) in REFUSED.items():
             assert words in rank["refused"][name], (name, rank["refused"])
         assert "mask: a step over several ranks" in rank["refused"]["a step's mask"]
+        assert "seq_lens are bounds" in rank["refused"]["a step of bounds"]
+        assert "ranks plan by exact lengths" in rank["refused"]["a layer of bounds"]
         assert "alibi_slopes is missing" in rank["refused"]["slopes"]
         assert "reads another's keys" in rank["refused"]["a reader's keys"]
 

@@ -265,6 +265,11 @@ def test_gradients(seed: int) -> None:
     wanted = torch.autograd.grad((torch.stack(rows) * weight).sum(), leaves)
     for a, b in zip(found, wanted, strict=True):
         close(a, b.nan_to_num().double())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn_2.flash_attn_func(*leaves, **given)
+        again = torch.autograd.grad((out * weight).sum(), leaves)
+    for a, b in zip(again, found, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_gradients_beside_a_sequence_of_no_keys() -> None:

@@ -35,6 +35,7 @@ def attention(
         assert query.shape[1] == 6  # ALiBi's slopes of a number that is no power of two
         slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
         bias = -slopes.double()[:, None, None] * behind
+        bias += slopes.double()[:, None, None] * (sizes[1] - sizes[0])  # queries' positions from 0
     seen = in_window(*sizes, window_left, 0 if causal and mask is None else -1)
     seen = seen if mask is None else seen & mask.view(sizes)
     out, lse = attend(query, key, value, seen, scale=sm_scale, cap=logits_soft_cap, bias=bias)
@@ -341,6 +342,9 @@ def test_what_is_refused_is_named() -> None:
         wrapper.run(query, cache)
     with pytest.raises(PolyattnError, match="pos_encoding_mode='ROPE'"):
         wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE, pos_encoding_mode="ROPE")
+    both: dict[str, Any] = {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 5.0}
+    with pytest.raises(PolyattnError, match=r"logits_soft_cap=5\.0 with pos_encoding_mode='ALIBI'"):
+        wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE, **both)
     wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE)
     with pytest.raises(PolyattnError, match="k_scale|scale is given"):
         wrapper.run(query, cache, k_scale=torch.ones(KV_HEADS))

@@ -389,6 +389,9 @@ def test_what_is_refused() -> None:
     x, weight = rand(1, 6, 4), torch.nn.Parameter(rand(6, 4))
     with pytest.raises(PolyattnError, match="gradients are asked for"):
         causal_conv1d.causal_conv1d_fn(x, weight)
+    with torch.no_grad(), pytest.raises(PolyattnError, match=r"\(6, 2\) is torch.complex64"):
+        A, B = torch.ones(6, 2, dtype=torch.complex64), rand(1, 2, 4)  # mamba-ssm's S4D
+        mamba1.selective_scan_fn(x, x, A, B, B)
     q, k, v, g, beta = delta_inputs(1, 3)
     with pytest.raises(PolyattnError, match="gradients are asked for"):
         gated_delta_rule.chunk_gated_delta_rule(q.requires_grad_(), k, v, g, beta)

@@ -65,7 +65,7 @@ class BoundCall:
         of_query, of_key, of_value = views
         if of_query is None:
             rows = query.transpose(1, 2) if heads_first else query
-            query = torch.empty(rows.shape, device="meta")
+            query = torch.empty(rows.shape, dtype=query.dtype, device="meta")
         self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
         self.run, self.addressed = step.run, None
         if len(step.calls) == 1:  # of all tokens, there being no cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention.reference import visible
+from polyattn.runtime.inputs import own_precision
 from polyattn.spec.layer import LayerSpec
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,7 +55,8 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(t) for t in (query, key, value))
     for first, count, start, length in sequences:
         rows, seen = slice(first, first + count), slice(start, start + length)
-        own = _of_sequence(spec, query[rows], key[seen], value[seen], d_out[rows], slopes)
+        with own_precision(query.device.type):
+            own = _of_sequence(spec, query[rows], key[seen], value[seen], d_out[rows], slopes)
         for total, at, grad in zip((dq, dk, dv), (rows, seen, seen), own, strict=True):
             total[at] += grad.to(total.dtype)
     return dq, dk, dv

@@ -257,4 +257,6 @@ def _per_head(
     if tensor is None:
         return None
     refuse_gradients(**{name: tensor})
+    if tensor.is_complex():
+        raise BatchError(f"{name} is {tensor.dtype}; it must be real")
     return tensor.detach().to(like.device, torch.float32).contiguous()

@@ -54,6 +54,8 @@ def recurrence(
         wanted = (len(query_lens), *after.data.shape[1:])
         if states.shape != wanted:
             raise BatchError(f"states have shape {tuple(states.shape)}; it must be {wanted}")
+        if states.is_complex():
+            raise BatchError(f"states are {states.dtype}; they must be real")
         after.data[: len(query_lens)].copy_(states)
     elif 0 in query_lens:  # no kernel writes the state of a sequence without tokens
         after.data.zero_()

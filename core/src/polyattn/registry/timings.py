@@ -163,8 +163,7 @@ class Timings:
 
 def _measurable(spec: LayerSpec) -> bool:
     """Whether `polyattn tune` measures such layers: over a cache, without functions and masks."""
-    plain = spec.variant is None and spec.mask is None
-    return bool(spec.cached) and plain and spec.kind in MEASURED
+    return bool(spec.cached) and not spec.has_functions and spec.kind in MEASURED
 
 
 def layer_class(spec: LayerSpec) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from polyattn.runtime.inputs import check_is_real, same_device
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import blocks_of_table
+from polyattn.runtime.step.batch_checks import blocks_of_table, check_bounds
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.running import record_decision
@@ -311,6 +311,7 @@ class LayerGroup:
                 "key_starts are for keys that are passed whole; the block table says where cached ones "
                 "are, so leave them out"
             )
+        check_bounds(self.spec, batch)
         if batch.mask is not None or self.spec.mask is not None:
             check_step_mask(self.spec, batch)
         self.planner.check(batch)

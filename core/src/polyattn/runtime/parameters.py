@@ -100,9 +100,11 @@ class Weight:
 
 
 def check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
-    """Check that a layer's parameter is a tensor of this shape. Raises `SpecError`."""
+    """Check that a layer's parameter is a real tensor of this shape. Raises `SpecError`."""
     if not isinstance(value, Tensor):
         raise SpecError(f"{name}={shown(value)} must be a tensor of shape {shape}")
+    if value.is_complex():  # kernels' dtypes would drop the imaginary part
+        raise SpecError(f"{name} is {value.dtype}; it must be real")
     if value.shape != shape:
         raise SpecError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
 

@@ -267,6 +267,11 @@ class LayerSpec:
         return self.sparse is not None and not self.sparse.newest
 
     @property
+    def has_functions(self) -> bool:
+        """Whether a variant's functions, or a step's mask, change or hide its scores."""
+        return self.variant is not None or self.mask is not None
+
+    @property
     def in_rows(self) -> bool:
         """Whether the cache holds rows of bytes, in a format of `row_formats()`."""
         return self.kv_cache_dtype not in KV_CACHE_DTYPES

@@ -59,7 +59,9 @@ class AttendingWorkload(Workload):
         self.__dict__.pop("out", None)
         self.lse = None
         if self.spec.needs_lse:
-            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
+            self.lse = torch.full(
+                self.out.shape[:2], torch.nan, dtype=torch.float32, device=self.device
+            )
         *inputs, cache = self.inputs
         self.layer.run(plan or self.plan, (*inputs, *self.chosen), cache, self.out, self.lse)
         return self.out

@@ -149,7 +149,9 @@ class Workload(ABC):
     def out(self) -> Tensor:
         """The tensor for the output; NaN at first."""
         shape = self.layer.output_shape(self.batch.num_tokens)
-        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
+        return torch.full(shape, torch.nan, dtype=torch.float32, device=self.device).to(
+            output_dtype(self.spec)
+        )
 
     def error(self) -> float:
         """Run, and return the largest error of the output."""

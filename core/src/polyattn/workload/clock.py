@@ -22,7 +22,7 @@ class Clock:
         self.device = device
         self._scratch: torch.Tensor | None = None
         if device.type == "cuda":
-            self._scratch = torch.empty(FLUSH_BYTES // 4, device=device)
+            self._scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
 
     def us(self, call: Callable[[], object], budget_ms: float = 20.0) -> float:
         """Return microseconds of `call`, of 3 to 15 runs, of one where that is far over the budget.

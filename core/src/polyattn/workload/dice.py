@@ -28,11 +28,12 @@ class Dice:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return normal numbers."""
         source = self._normal
-        return torch.randn(*shape, generator=source, device=source.device).to(dtype).to(self.device)
+        numbers = torch.randn(*shape, generator=source, dtype=torch.float32, device=source.device)
+        return numbers.to(dtype).to(self.device)
 
     def chance(self, *shape: int) -> Tensor:
         """Return numbers from 0 up to 1, float32 on the CPU."""
-        return torch.rand(*shape, generator=self.generator)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float32)
 
     def integers(self, low: int, high: int, count: int) -> list[int]:
         """Return `count` integers from `low` up to, not including, `high`."""

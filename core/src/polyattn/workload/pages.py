@@ -46,12 +46,15 @@ def fill(cache: KVCache, generator: torch.Generator | None = None) -> None:
             few = piece[: max(1, ENCODED // max(stored[0].numel(), 1))]
             size = pair[0] if cache.value_in_key else pair[index]
             numbers = encoded(
-                torch.randn(*few.shape[:3], size, generator=generator), form.rows[index]
+                torch.randn(*few.shape[:3], size, generator=generator, dtype=torch.float32),
+                form.rows[index],
             )
             piece = few
         else:
             device = stored.device if generator is None else "cpu"
-            numbers = torch.randn(piece.shape, generator=generator, device=device)
+            numbers = torch.randn(
+                piece.shape, generator=generator, device=device, dtype=torch.float32
+            )
             if stored.dtype == torch.int8:
                 numbers = (numbers * 32).clamp_(-127, 127)
         numbers = numbers.to(stored.dtype).to(stored.device)

@@ -118,7 +118,9 @@ class ContextGroup:
             "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
                 (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
             "its functions of scores, or a step's mask, refer to whole sequences and all heads":
-                spec.variant is not None or spec.mask is not None,
+                spec.has_functions,
+            "length_bounds: ranks plan by exact lengths on the host; leave it out":
+                spec.length_bounds,
             "its keys are rotated by their places in one cache":
                 spec.rope is not None and spec.rope.positions == "cache",
             "states can't merge without their LSE; use spec.replace(needs_lse=True)":
@@ -220,6 +222,10 @@ class ContextGroup:
             raise BatchError(f"queries={queries!r} is unknown{nearest(queries, get_args(Queries))}")
         if batch.mask is not None:
             raise BatchError("mask: a step over several ranks can't bring one; leave it out")
+        if batch.lens_are_bounds:
+            raise BatchError(
+                "seq_lens are bounds: ranks plan by lengths; pass exact=True with them"
+            )
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
             raise BatchError(
                 "placed keys with queries='own' are Star Attention's first phase; "

@@ -14,6 +14,7 @@ from polyattn import Batch, CustomMask, KVCache, PolyattnError
 from polyattn.host import (
     CallOptions,
     RotaryTables,
+    alibi_slopes,
     flash_window,
     group_for_call,
     refuse,
@@ -50,6 +51,11 @@ class Scores:
             raise PolyattnError(
                 f"pos_encoding_mode={self.pos_encoding_mode!r} is unknown; it is one of "
                 f"{', '.join(modes)}"
+            )
+        if self.pos_encoding_mode == "ALIBI" and self.logits_soft_cap:
+            raise PolyattnError(
+                f"logits_soft_cap={self.logits_soft_cap} with pos_encoding_mode='ALIBI': FlashInfer caps "
+                "scores with their bias, scaled twice; leave one out"
             )
 
     def options(
@@ -153,7 +159,15 @@ class Step:
             heads, size = keys[1].shape[1:]
             group = group_for_call(query, heads, size, options, *own, cached=False, **more)
             out, lse = run_plan(group.plan_for(self.whole), query, *keys, **params)
+        if lse is not None and scores.pos_encoding_mode == "ALIBI":
+            lse += self._alibi_offset(query.shape[1])
         return out, None if lse is None else lse.mul_(LOG2E)
+
+    def _alibi_offset(self, heads: int) -> Tensor:
+        """Return what FlashInfer's LSE has more under ALiBi: its queries' positions count from 0."""
+        before = [n - count for n, count in zip(self.lens, self.query_lens, strict=True)]
+        each = torch.tensor(before).repeat_interleave(torch.tensor(self.query_lens))
+        return (each[:, None] * alibi_slopes(heads)).to(self.device)
 
     def _positions(self, counts: Sequence[int]) -> Tensor:
         """Return the positions of each sequence's last tokens, int64 (tokens,)."""

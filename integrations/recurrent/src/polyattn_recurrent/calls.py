@@ -1,4 +1,4 @@
-"""What the functions share: gradients refused, pools of states, one number a head."""
+"""What the functions share: checks of their inputs, pools of states, one number a head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 
-def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Refuse a call that asks for gradients, of parameters too. Raises `PolyattnError`."""
+def check_inputs(*tensors: Tensor | None) -> None:
+    """Refuse complex numbers, and a call that asks for gradients, of parameters too.
+
+    Raises `PolyattnError`.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.is_complex():
+            raise PolyattnError(
+                f"a tensor {tuple(tensor.shape)} is {tensor.dtype}, and recurrences here are real; run "
+                "this model after polyattn_recurrent.uninstall() and importing its file again"
+            )
     if asks_gradients(*tensors):
         raise PolyattnError(
             "gradients are asked for, and recurrences here are forward only; run under torch.no_grad(), "

@@ -9,7 +9,7 @@ from polyattn import AttentionKind, PolyattnError, RecurrentSpec
 from polyattn.host import recurrence
 from torch import Tensor
 
-from polyattn_recurrent.calls import blank_padding, given, leave, refuse_gradients, states_of
+from polyattn_recurrent.calls import blank_padding, check_inputs, given, leave, states_of
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -92,7 +92,7 @@ def _convolve(
     activation: str | None,
     lens: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    refuse_gradients(x, weight, bias)
+    check_inputs(x, weight, bias)
     rows, channels, count = x.shape
     recurrent = RecurrentSpec(
         conv_width=weight.shape[1], activation="silu" if activation == "swish" else activation

@@ -10,7 +10,7 @@ from polyattn.host import lens_between, recurrence, refuse
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from polyattn_recurrent.calls import refuse_gradients
+from polyattn_recurrent.calls import check_inputs
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
@@ -103,7 +103,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
     state: Tensor | None, returns_state: bool, norm: bool, v_first: bool, cumulative: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    refuse_gradients(q, k, v, g, beta, state)
+    check_inputs(q, k, v, g, beta, state)
     state = state.mT if v_first and state is not None else state
     wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     flat = [t.flatten(0, 1) for t in (q.to(wide), k.to(wide), v.to(wide), g.float(), beta.float())]

@@ -8,7 +8,7 @@ from polyattn import AttentionKind, PolyattnError, RecurrentSpec
 from polyattn.host import recurrence
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, refuse_gradients, widths
+from polyattn_recurrent.calls import check_inputs, given, widths
 
 __all__ = ["selective_scan_fn"]
 
@@ -47,7 +47,7 @@ def scan(
 
     Returns the output and the states afterwards.
     """
-    refuse_gradients(*inputs, z, A, D, bias)
+    check_inputs(*inputs, z, A, D, bias)
     (x, dt, B, C, *gate), wide = widths(inputs, z)
     groups = B.shape[1] if B.dim() == 3 else 1
     if groups == 1:

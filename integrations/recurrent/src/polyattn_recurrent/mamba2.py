@@ -8,7 +8,7 @@ from polyattn import AttentionKind, RecurrentSpec
 from polyattn.host import recurrence, refuse
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, limited, per_head, refuse_gradients, widths
+from polyattn_recurrent.calls import check_inputs, given, limited, per_head, widths
 
 __all__ = ["mamba_chunk_scan_combined"]
 
@@ -49,7 +49,7 @@ def scan(
 
     Returns the output and the states afterwards.
     """
-    refuse_gradients(*inputs, z, A, D, bias)
+    check_inputs(*inputs, z, A, D, bias)
     (x, dt, B, C, *gate), wide = widths(inputs, z)
     if limit != NO_LIMIT:
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False

@@ -98,7 +98,9 @@ class PolyattnImpl(AttentionImpl[Step]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.alibi_slopes = None
+        if alibi_slopes is not None:
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.given = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self.fields = {
             "num_heads": num_heads, "num_kv_heads": self.num_kv_heads, "head_size": head_size,

@@ -116,7 +116,7 @@ class FlashAttention3(AttentionBackend):
         """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""
         if not isinstance(scale, Tensor):
             if scale not in self.scales:
-                self.scales[scale] = torch.tensor(scale, device=device)
+                self.scales[scale] = torch.tensor(scale, dtype=torch.float32, device=device)
             scale = self.scales[scale]
         return scale.expand(shape)  # type: ignore[no-any-return]
 

@@ -89,7 +89,7 @@ class AiterAttention(AttentionBackend):
         if window == (0, 0) and slopes is None:
             # AITER reads this as no window, and its assembly has a causal mask or none (`swa` in
             # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
-            slopes = torch.zeros(spec.num_heads, device=self.torch_device)
+            slopes = torch.zeros(spec.num_heads, dtype=torch.float32, device=self.torch_device)
         result = flash_attn_varlen_func(
             frame.query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,

@@ -286,7 +286,7 @@ def functions_of(spec: LayerSpec) -> Any:
 
     Raises `UntraceableError` where they can't be generated.
     """
-    if spec.variant is None and spec.mask is None:
+    if not spec.has_functions:
         return None
     from polyattn_tpu.pointwise import Functions
 
@@ -346,7 +346,7 @@ def _check_cache(plan: AttentionPlan, spec: LayerSpec, cache: Cache, in_rows: bo
 
 
 def _check_functions(plan: AttentionPlan, spec: LayerSpec, functions: Any, inputs: Any) -> None:
-    asked = spec.variant is not None or spec.mask is not None
+    asked = spec.has_functions
     if asked != (functions is not None):
         raise BatchError(
             f"functions {'are missing' if asked else 'were given'}: the spec has variant="

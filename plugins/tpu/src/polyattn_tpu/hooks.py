@@ -171,6 +171,8 @@ XLA_SCAN = declared(
     summary="recurrences by chunks in XLA: Mamba-1 and -2, delta rule, linear, short convolution",
 )
 
+ATTENDING = PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_PAGES, XLA_SCAN
+
 SERVED: dict[str, Any] = {
     "platforms": {"tpu": ()},
     "dtypes": DTYPES,
@@ -219,5 +221,5 @@ declare(
     __name__,
     api_versions=(1, 1),
     platforms=[PLATFORM],
-    backends=[PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_PAGES, XLA_SCAN, JAX_STORE, JAX_MERGE],
+    backends=[*ATTENDING, JAX_STORE, JAX_MERGE],
 )

@@ -14,7 +14,7 @@ from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
-from polyattn_tpu.hooks import PALLAS_ATTN, PALLAS_MLA, XLA_SCAN
+from polyattn_tpu.hooks import ATTENDING
 from polyattn_tpu.places import Places, pytree
 from polyattn_tpu.step import Step
 
@@ -130,16 +130,11 @@ def plan(
 
 def check_features(spec: LayerSpec) -> None:
     """Raise `BatchError` for what a layer asks of JAX's functions in vain."""
-    kind = spec.kind
-    served = {AttentionKind.ATTENTION: PALLAS_ATTN, AttentionKind.MLA: PALLAS_MLA}.get(kind)
-    if kind.is_recurrent:
-        served = XLA_SCAN
-    if served is None:
-        return
-    claims = [build.capabilities for build in served.variants]
-    missing = sorted(spec.features - frozenset().union(*(each.features for each in claims)))
-    if kind not in claims[0].kinds:
-        missing = [f"kind={kind.value!r}"]
+    # Chosen keys are single tokens' pages, over which the kernels of attention run.
+    kind = AttentionKind.ATTENTION if spec.kind is AttentionKind.SPARSE else spec.kind
+    builds = (build.capabilities for info in ATTENDING for build in info.variants)
+    claims = [each.features for each in builds if kind in each.kinds]
+    missing = sorted(spec.features.difference(*claims)) if claims else [f"kind={kind.value!r}"]
     if missing:
         raise BatchError(
             f"{spec} asks for {', '.join(missing)}, which JAX's functions don't serve; do that outside, "
@@ -162,7 +157,7 @@ def check_batch(batch: Any, spec: LayerSpec) -> None:
 
 def by_of(spec: LayerSpec) -> str:
     """Return what a layer's functions of scores need of a plan: `""`, `"places"`, or `"pairs"` too."""
-    if spec.variant is None and spec.mask is None:
+    if not spec.has_functions:
         return ""
     from polyattn_tpu.pointwise import Functions  # imports torch, which traces them
 

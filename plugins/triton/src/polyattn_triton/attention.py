@@ -98,13 +98,15 @@ class TritonAttention(AlikeAttention):
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
-        self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
+        self._one = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=self.torch_device)
         self._no_scales = (self._one,) * 4
         rows = None if cache is None else cache.rows
         self._turned_rows = tuple(f if f.turn else None for f in rows or ()) or (None, None)
         sizes = spec.head_size, spec.v_head_size
         self._matrices = [
-            None if f is None else turned(torch.eye(n, device=self.torch_device), f, back)
+            None
+            if f is None
+            else turned(torch.eye(n, dtype=torch.float32, device=self.torch_device), f, back)
             for f, n, back in zip(self._turned_rows, sizes, (False, True), strict=True)
         ]
         self.prefixes: PrefixLauncher | None = None

@@ -132,7 +132,7 @@ class Channels:
         small, wide = (2, 3) if spec.kind is AttentionKind.KDA else (4, 4)
         self.row = small * self.config.chunk + wide * spec.head_size
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
-        self.whole = torch.empty(0, device=device)
+        self.whole = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[Tensor] = []
 
     def __call__(

@@ -41,7 +41,7 @@ class Deltas:
         self.spec, self.arch = spec, arch
         self.row = 2 * prompt_config(spec, arch).chunk
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
-        self.factors = torch.empty(0, device=device)
+        self.factors = torch.empty(0, dtype=torch.float32, device=device)
         self._outgrown: list[Tensor] = []
 
     def __call__(

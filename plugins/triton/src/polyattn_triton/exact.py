@@ -43,7 +43,7 @@ class Exact:
     def __init__(self, spec: LayerSpec, device: torch.device):
         self.device = device
         self.enough = ON_ONE * multiprocessors(device) // spec.num_kv_heads
-        self.none = torch.empty(0, device=device)
+        self.none = torch.empty(0, dtype=torch.float32, device=device)
 
     def plan(self, spec: LayerSpec, batch: Batch) -> ExactPlan:
         """Plan a step; `spec`: the layer as this batch has it."""

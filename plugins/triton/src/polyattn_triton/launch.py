@@ -206,7 +206,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device):
-        self.parts = self.part_lse = torch.empty(0, device=device)
+        self.parts = self.part_lse = torch.empty(0, dtype=torch.float32, device=device)
         self.narrow = self.parts.view(torch.float16)
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []

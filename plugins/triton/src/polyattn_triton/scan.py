@@ -160,7 +160,7 @@ class TritonScan(RecurrentBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
-        self._none = torch.empty(0, device=self.torch_device)
+        self._none = torch.empty(0, dtype=torch.float32, device=self.torch_device)
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:

@@ -161,7 +161,7 @@ class Selective:
         assert spec.recurrent is not None
         self.spec, self.device = spec, device
         self.configs = selective_configs(spec.recurrent.state_size)
-        self.none = torch.empty(0, device=device)
+        self.none = torch.empty(0, dtype=torch.float32, device=device)
         self.whole = torch.empty(0, dtype=torch.int32, device=device)
         self.left = self.steps = self.none
         self._outgrown: list[Tensor] = []

@@ -98,7 +98,7 @@ class TritonTokenScan(RecurrentBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
-        self._none = torch.empty(0, device=self.torch_device)
+        self._none = torch.empty(0, dtype=torch.float32, device=self.torch_device)
         self._whole = torch.empty(0, dtype=torch.int32, device=self.torch_device)
         self._options = token_options(spec)
         units = spec.kind is AttentionKind.RG_LRU

@@ -40,7 +40,6 @@ def turns(rope: RopeSpec, block_n: int, device: torch.device) -> Tensor:
     # Queries and keys are each multiplied by the factor: here both times.
     factor = rope.attention_factor**2
     places = torch.stack([angles.cos() * factor, angles.sin() * factor], 1)
-    head = torch.tensor(
-        [rope.temperature, rope.temperature_length or 1, rope.temperature_offset, 0.0]
-    )
+    temperature = rope.temperature, rope.temperature_length or 1, rope.temperature_offset, 0.0
+    head = torch.tensor(temperature, dtype=torch.float32)
     return torch.cat([head, high, low, places.flatten().float()]).to(device)

@@ -327,7 +327,8 @@ def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:
     ]
     if spec.scales == "number":
         return drawn[0]
-    return torch.tensor(drawn if many else drawn[0], device=dice.device)
+    numbers = drawn if many else drawn[0]
+    return torch.tensor(numbers, dtype=torch.float32, device=dice.device)
 
 
 def _share(run: SharedRun, tokens: tuple[Tensor, ...], lens: list[int], block: int) -> None:

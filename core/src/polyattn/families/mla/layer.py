@@ -11,7 +11,7 @@ from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import check_slots, check_tensors
+from polyattn.runtime.inputs import check_slots, check_tensors, own_precision
 from polyattn.runtime.layer import ChoosingLayer
 from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import LayerParams
@@ -195,6 +195,9 @@ class LatentAttention(ChoosingLayer):
         return (tokens, spec.num_heads, width), (tokens, part.rank), (tokens, part.rope_head_size)
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        entry = torch.cat([key, value], dim=1)[:, None]
+        with own_precision(
+            self.group.device_type
+        ):  # autocast refuses to join other halves than its own
+            entry = torch.cat([key, value], dim=1)[:, None]
         assert self.spec.latent is not None
         return entry, entry[..., : self.spec.latent.rank]

@@ -168,6 +168,10 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
     assert spec.latent is not None
     dtype, rank = STORAGE_DTYPES[spec.dtype], spec.latent.rank
     nope = spec.head_size - spec.latent.rope_head_size
-    w_uk = torch.randn(spec.num_heads, nope, rank, generator=generator) / math.sqrt(rank)
-    w_uv = torch.randn(spec.num_heads, rank, spec.v_head_size, generator=generator)
+    w_uk = torch.randn(
+        spec.num_heads, nope, rank, generator=generator, dtype=torch.float32
+    ) / math.sqrt(rank)
+    w_uv = torch.randn(
+        spec.num_heads, rank, spec.v_head_size, generator=generator, dtype=torch.float32
+    )
     return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)

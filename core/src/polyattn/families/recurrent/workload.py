@@ -171,7 +171,9 @@ class RecurrentWorkload(Workload):
     def out(self) -> Tensor:
         """Where the output goes; NaN at first. A captured step has more rows than its batch."""
         shape = self.layer.output_shape(len(self.tokens[0]))
-        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
+        return torch.full(shape, torch.nan, dtype=torch.float32, device=self.device).to(
+            output_dtype(self.spec)
+        )
 
     def run(self, plan: StepPlan | None = None) -> Tensor:
         self.__dict__.pop("out", None)
@@ -255,7 +257,9 @@ def recurrent_inputs(
     """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
     inputs: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
-        tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
+        tensor = torch.randn(
+            shape_of(spec, letters, tokens), generator=generator, dtype=torch.float32
+        )
         if name == "dt":
             tensor = tensor * 0.5 - 1.0
             if spec.recurrent and not spec.recurrent.dt_softplus:  # then it is the step itself
@@ -278,7 +282,7 @@ def recurrent_inputs(
 
 def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return states (…, as the form says) that earlier tokens may have left, in float32."""
-    state = torch.randn(shape, generator=generator) * 0.5
+    state = torch.randn(shape, generator=generator, dtype=torch.float32) * 0.5
     if spec.kind is AttentionKind.PHI_LINEAR:  # the last column sums up weights, none negative
         state[..., -1] = state[..., -1].abs() + 1.0
     return state
@@ -288,11 +292,11 @@ def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, T
     """Return a recurrent layer's parameters: A and decay negative, as every model has them."""
     params = {}
     for name, letters in form_of(spec).params.items():
-        tensor = torch.randn(shape_of(spec, letters), generator=generator)
+        tensor = torch.randn(shape_of(spec, letters), generator=generator, dtype=torch.float32)
         if name == "A":
             tensor = -torch.exp(tensor * 0.5)
         elif name == "decay":
-            tensor = -torch.rand(tensor.shape, generator=generator) * 0.5
+            tensor = -torch.rand(tensor.shape, generator=generator, dtype=torch.float32) * 0.5
         elif name == "weight":
             tensor = tensor / math.sqrt(tensor.shape[-1])
         elif name == "dt_bias" and spec.recurrent and not spec.recurrent.dt_softplus:

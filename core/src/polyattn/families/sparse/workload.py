@@ -232,7 +232,9 @@ def whole_choice(sparse: SparseSpec, choices: int, batch: Batch) -> Tensor:
     _, positions, lens = token_places(batch)
     seen = visible_entries(sparse.tokens_per_entry, positions, lens)
     groups = -(-(batch.max_seq_len // sparse.tokens_per_entry) // sparse.granularity)
-    drawn = torch.rand(len(seen), choices, max(groups, sparse.budget), device=batch.device)
+    drawn = torch.rand(
+        len(seen), choices, max(groups, sparse.budget), dtype=torch.float32, device=batch.device
+    )
     hidden = torch.arange(drawn.shape[2], device=batch.device) * sparse.granularity
     drawn.masked_fill_(hidden >= seen[:, None, None], -1.0)
     best, ids = drawn.topk(sparse.budget)

@@ -57,7 +57,7 @@ def e2m1(code: Any) -> Any:
 @cache
 def codebook(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Return the numbers that codes are indices of, float32, copied to a device once."""
-    return torch.tensor(levels, device=device)
+    return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 def level(levels: tuple[float, ...], code: Any) -> Any:

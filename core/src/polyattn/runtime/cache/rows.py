@@ -154,7 +154,7 @@ def check_format(format: RowFormat) -> None:
             f"row format {format.name!r}: row_bytes has no size of 1 to {LONGEST_HEAD} elements"
         )
     for size in {sizes[0], 128 if 128 in sizes else sizes[-1]}:
-        row = torch.tensor(EXTREMES)[:, None].repeat(1, size)
+        row = torch.tensor(EXTREMES, dtype=torch.float32)[:, None].repeat(1, size)
         try:
             rows = encoded(row, format)
             back = decoded(rows, format, size)
@@ -200,6 +200,7 @@ def _check_turn(format: RowFormat, size: int) -> None:
 @lru_cache(maxsize=256)
 def exact_in(format: RowFormat, size: int, dtype: torch.dtype) -> bool:
     """Return whether a dtype holds the values of a format's rows exactly, tested on random rows."""
-    row = torch.randn(64, size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(64, size, generator=generator, dtype=torch.float32)
     values = decoded(encoded(row, format), format, size)
     return torch.equal(values.to(dtype).float(), values)

@@ -75,7 +75,8 @@ class LayerScales:
         heads = self.spec.num_kv_heads
         many = self.spec.scales == "head" and name != "out_scale"
         if not isinstance(value, Tensor):
-            value = torch.full((heads,) if many else (), positive(name, value, used), device="cpu")
+            number, shape = positive(name, value, used), (heads,) if many else ()
+            value = torch.full(shape, number, dtype=torch.float32, device="cpu")
         elif not used:
             raise SpecError(f"{name} scales nothing of this layer; leave it out ({self.spec})")
         if value.shape != (heads,) if many else value.numel() != 1:

@@ -67,7 +67,7 @@ def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Te
     if which in OF_ELEMENTS:
         heads = spec.num_kv_heads if which in ("key_mod", "value_mod") else spec.num_heads
         size = spec.v_head_size if which in ("value_mod", "output_mod") else spec.head_size
-        values = torch.randn(SIZE, heads, size, generator=generator)
+        values = torch.randn(SIZE, heads, size, generator=generator, dtype=torch.float32)
         tokens = torch.arange(SIZE)[:, None, None]
         return (
             [values]
@@ -76,7 +76,11 @@ def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Te
         )
     sizes = (SIZE, spec.num_heads, SIZE, SIZE)
     places = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes)]
-    drawn = [] if which == "mask_mod" else [torch.randn(sizes, generator=generator)]
+    drawn = (
+        []
+        if which == "mask_mod"
+        else [torch.randn(sizes, generator=generator, dtype=torch.float32)]
+    )
     return [*drawn, *places]
 
 

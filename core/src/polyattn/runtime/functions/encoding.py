@@ -83,11 +83,12 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
         return codes
 
     try:
-        graph = make_fx(function)(torch.ones(size)).graph
+        graph = make_fx(function)(torch.ones(size, dtype=torch.float32)).graph
     except Exception as error:
         raise UntraceableError(f"encode can't be traced by torch: {describe(error)}") from error
     trace = _Reader().read(graph, size)
-    for row in torch.cat([torch.tensor(EXTREMES)[:, None].expand(-1, size), _sample(size)]):
+    extremes = torch.tensor(EXTREMES, dtype=torch.float32)
+    for row in torch.cat([extremes[:, None].expand(-1, size), _sample(size)]):
         if not torch.equal(replayed(trace, row), function(row)):
             raise UntraceableError("encode, whose traced operations write other bytes")
     return trace
@@ -108,9 +109,11 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
         if node.op == "element":
             vector = torch.nn.functional.pad(row, (0, width - len(row)))
         elif node.op == "constant":
-            vector = torch.full((width,), node.what)
+            vector = torch.full((width,), node.what, dtype=dtype)
         elif node.op == "vector":
-            vector = torch.nn.functional.pad(torch.tensor(node.what), (0, width - len(node.what)))
+            vector = torch.nn.functional.pad(
+                torch.tensor(node.what, dtype=dtype), (0, width - len(node.what))
+            )
         elif node.op == "gather":
             vector = torch.nn.functional.pad(args[0][list(node.what)], (0, width - len(node.what)))
         elif node.op.startswith("to_"):
@@ -123,7 +126,8 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
 
 
 def _sample(size: int) -> Tensor:
-    return torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, size, generator=generator, dtype=torch.float32)
 
 
 _TORCH: dict[str, Any] = {

@@ -296,7 +296,7 @@ def example_inputs(
             continue
         shape = [sizes.get(d, ANY) if isinstance(d, str) else d for d in wanted.dims]
         if wanted.dtype == "float32":
-            inputs_by_name[name] = torch.randn(shape, generator=generator)
+            inputs_by_name[name] = torch.randn(shape, generator=generator, dtype=torch.float32)
         else:
             low = 0 if shape else 1  # a lone integer may be a divisor
             integers = torch.randint(low, 2, shape, generator=generator)

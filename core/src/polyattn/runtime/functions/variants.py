@@ -99,7 +99,8 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
     exact = num_buckets // 2
     far = distance.abs().clamp(min=exact)
     # In float32, as the models' own code takes the logarithm: it decides at a bucket's border.
-    grown = torch.log(far / exact) / torch.log(torch.tensor((max_distance - 1) / exact))
+    most = torch.tensor((max_distance - 1) / exact, dtype=torch.float32)
+    grown = torch.log(far.float() / exact) / torch.log(most)
     bucket = (torch.ceil(grown * (exact - 1)) + exact) * torch.sign(distance)
     bucket = torch.where(distance.abs() <= exact, distance, bucket)
     return (bucket + num_buckets).clamp(0, 2 * num_buckets - 1).int()

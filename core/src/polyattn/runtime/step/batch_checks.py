@@ -32,6 +32,23 @@ def check_positions(batch: Batch, axes: int) -> None:
         )
 
 
+def check_bounds(spec: LayerSpec, batch: Batch) -> None:
+    """Check that a layer that goes by the host's lengths gets no bounds of them. Raises `BatchError`.
+
+    On a CPU alone, where the buffer's lengths cost nothing to read.
+    """
+    if not batch.lens_are_bounds or spec.length_bounds or spec.graph_capture:
+        return
+    if batch.seq_lens.device.type != "cpu":
+        return
+    for index, (most, length) in enumerate(zip(batch.lens, batch.seq_lens.tolist(), strict=False)):
+        if most != length:
+            raise BatchError(
+                f"seq_lens[{index}]={length} in the buffer, {most} on the host; the layer goes by the "
+                "host's; pass the lengths, or set length_bounds=True in its spec"
+            )
+
+
 def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
     """Return how many blocks a cache must have for a block table that lies on the host.
 

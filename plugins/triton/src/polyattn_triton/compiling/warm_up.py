@@ -41,13 +41,17 @@ def blank_frame(spec: LayerSpec, form: CacheFormat | None, device: torch.device)
     )
     query, key, value = (torch.empty(1, *size, dtype=kind, device=device) for size in sizes)
     out = torch.empty(1, spec.num_heads, spec.v_head_size, dtype=leaves, device=device)
-    lse = torch.empty(1, spec.num_heads, device=device) if spec.needs_lse else None
-    heads = torch.ones(spec.num_heads, device=device)
+    lse = (
+        torch.empty(1, spec.num_heads, dtype=torch.float32, device=device)
+        if spec.needs_lse
+        else None
+    )
+    heads = torch.ones(spec.num_heads, dtype=torch.float32, device=device)
     params = LayerParams(
         sinks=heads if spec.learned_sinks else None, alibi_slopes=heads if spec.alibi else None
     )
     if spec.scales != "number":
-        one = torch.ones(spec.num_kv_heads, device=device)
+        one = torch.ones(spec.num_kv_heads, dtype=torch.float32, device=device)
         params.q_scale = params.k_scale = params.v_scale = params.out_scale = one
     return Frame(query, key, value, cache, params, out, lse)
 

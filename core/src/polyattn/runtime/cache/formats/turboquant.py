@@ -36,7 +36,8 @@ def turn(row: Tensor, back: bool) -> Tensor:
     A step adds and subtracts elements of places that differ in one bit: the same bits in any batch.
     """
     size = row.shape[-1]
-    signs = 1.0 - 2.0 * ((torch.arange(size, device=row.device) * 40503 >> 7) & 1)
+    odd = (torch.arange(size, device=row.device) * 40503 >> 7) & 1
+    signs = (1 - 2 * odd).to(row.dtype)
     row = row if back else row * signs
     for bit in range(size.bit_length() - 1):
         pairs = row.unflatten(-1, (-1, 2, 1 << bit))
