@@ -164,7 +164,8 @@ class StepGraphs:
         for group in groups:
             group.finish_builds()
         finish_all()
-        device, block_size = groups[0].torch_device, next(iter(blocks), None)
+        self.device = device = groups[0].torch_device
+        block_size = next(iter(blocks), None)
         axes = max(_axes(group) for group in groups)
         wanted = [n if isinstance(n, StepSize) else StepSize(n, query_len) for n in sizes]
         for size in wanted:
@@ -189,8 +190,9 @@ class StepGraphs:
 
         """
         pool = torch.cuda.graph_pool_handle()
-        for graph in reversed(self.graphs):
-            graph.capture(inputs, pool)
+        with torch.cuda.device(self.device):
+            for graph in reversed(self.graphs):
+                graph.capture(inputs, pool)
 
     def find(self, batch: Batch) -> StepGraph | None:
         """Return the smallest graph that the step fits.
