@@ -166,7 +166,9 @@ class Step:
     def _alibi_offset(self, heads: int) -> Tensor:
         """Return what FlashInfer's LSE has more under ALiBi: its queries' positions count from 0."""
         before = [n - count for n, count in zip(self.lens, self.query_lens, strict=True)]
-        each = torch.tensor(before).repeat_interleave(torch.tensor(self.query_lens))
+        each = torch.tensor(before, device="cpu").repeat_interleave(
+            torch.tensor(self.query_lens, device="cpu")
+        )
         return (each[:, None] * alibi_slopes(heads)).to(self.device)
 
     def _positions(self, counts: Sequence[int]) -> Tensor:

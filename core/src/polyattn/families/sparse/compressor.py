@@ -255,4 +255,4 @@ class Compressor:
 
 
 def _on(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

@@ -36,21 +36,22 @@ class StepGraph:
         self.result: Any = None
         self.taken: Any = None
 
-    def capture(self, inputs: Mapping[str, Tensor], pool: Any = None) -> None:
-        """Record the step. `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
+    def capture(self, inputs: Mapping[str, Tensor], pool: Any, side: Any) -> None:
+        """Record the step on the stream `side` of the current device, its memory in `pool`.
+
+        `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
 
         The longest lengths are planned, so that no later step needs more.
         """
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
                 self.step(self.plans, **self.inputs)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self.graph, pool=pool), torch.no_grad():
+        with torch.cuda.graph(self.graph, pool, side), torch.no_grad():
             self.result = self.step(self.plans, **self.inputs)
         if isinstance(self.buffers, MixedBuffers):
             self.taken = _map(self.result, torch.empty_like)
@@ -191,8 +192,10 @@ class StepGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
+            # torch's own is of the first device that the process captured on. A pool's memory is a stream's.
+            side = torch.cuda.Stream()
             for graph in reversed(self.graphs):
-                graph.capture(inputs, pool)
+                graph.capture(inputs, pool, side)
 
     def find(self, batch: Batch) -> StepGraph | None:
         """Return the smallest graph that the step fits.
