@@ -114,10 +114,14 @@ def test_graphs_are_captured_on_their_groups_device(monkeypatch: pytest.MonkeyPa
         yield
         current[0] = before
 
+    def new_stream() -> object:
+        said.append((current[0], "stream"))
+        return stream
+
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name, fake in {
         "CUDAGraph": Recording, "graph_pool_handle": lambda: "pool", "device": entered,
-        "Stream": lambda: said.append((current[0], "stream")) or stream, "stream": entered,
+        "Stream": new_stream, "stream": entered,
         "current_stream": lambda: stream, "graph": entered,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)

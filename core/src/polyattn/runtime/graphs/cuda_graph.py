@@ -192,7 +192,7 @@ class StepGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
-            # torch's own is of the first device that the process captured on. A pool's memory is a stream's.
+            # torch's own is of the device that the process captured on first. Memory is a stream's.
             side = torch.cuda.Stream()
             for graph in reversed(self.graphs):
                 graph.capture(inputs, pool, side)
