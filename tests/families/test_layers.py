@@ -135,7 +135,7 @@ def test_a_model_is_built_on_the_meta_device_and_loaded() -> None:
     assert torch.equal(step.run(model.attention, step.batch), expected)
 
 
-@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA"])
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
 def test_the_callers_default_device_changes_nothing(backend: str) -> None:
     """Engines set it (`torch.set_default_device("cuda")`); what is made on the host stays there."""
     spec = LayerSpec(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from polyattn import (
     StepSize,
 )
 from polyattn.errors import BatchError
-from polyattn.runtime.graphs.cuda_graph import StepGraph
+from polyattn.runtime.graphs.cuda_graph import StepGraph, StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 
@@ -97,3 +100,33 @@ def test_mixed_buffers_have_text_positions_on_every_axis(positions: torch.Tensor
     wanted = [8, 39] if positions is None else positions.tolist()
     assert step.positions is not None
     assert step.positions[:, -2:].tolist() == [wanted] * 3
+
+
+def test_graphs_are_captured_on_their_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own stream of captures is of the device that the process captured on first."""
+    group, said, current = LayerGroup(SPEC), [], ["cuda:0"]
+    group.torch_device = torch.device("cuda", 1)
+
+    @contextmanager
+    def entered(what: object, *more: object) -> Iterator[None]:
+        said.append((current[0], what, *more))
+        before, current[0] = current[0], str(what) if isinstance(what, torch.device) else current[0]
+        yield
+        current[0] = before
+
+    def new_stream() -> object:
+        said.append((current[0], "stream"))
+        return stream
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, fake in {
+        "CUDAGraph": Recording, "graph_pool_handle": lambda: "pool", "device": entered,
+        "Stream": new_stream, "stream": entered,
+        "current_stream": lambda: stream, "graph": entered,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs = StepGraphs([group], lambda plans: None, [], 48)
+    graphs.graphs = [StepGraph([], lambda plans: None, StepBuffers(4, 1, 48, 16, "cpu"))] * 2
+    graphs.capture({})
+    one = [("cuda:1", stream), ("cuda:1", graphs.graphs[0].graph, "pool", stream)]
+    assert said == [("cuda:0", group.torch_device), ("cuda:1", "stream"), *one, *one]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,7 +36,14 @@ class Machine:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
+        self.timed_on: set[object] = set()
+
+        def device(which: object) -> nullcontext[None]:
+            self.timed_on.add(which)
+            return nullcontext()
+
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", device)
 
     def kernel(self, us: float, host_us: float = 1.0) -> None:
         self.host += host_us
@@ -70,5 +78,6 @@ def test_one_late_run_among_others_changes_nothing(monkeypatch: pytest.MonkeyPat
     machine = Machine(monkeypatch)
     taken = iter([1.0] * 4 + [900.0] + [1.0] * 40)
     found = Clock(torch.device("cpu"))
-    found._scratch = machine  # type: ignore[assignment]
+    found._scratch, found.device = machine, torch.device("cuda", 1)  # type: ignore[assignment]
     assert found.us(lambda: machine.kernel(2000.0, next(taken))) == pytest.approx(2000.0)
+    assert machine.timed_on == {found.device}  # whichever is current: events are of that

@@ -156,17 +156,18 @@ def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
     assert {kind for kind, _ in backend.pool.idle} == {"decode", "short", "paged"}
 
 
-def test_a_wrapper_in_flight_is_left_alone(fakes: None) -> None:
-    """Its plan is copied from page-locked memory when the device gets there."""
+def test_a_wrapper_in_flight_is_left_alone(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is copied from page-locked memory when the device gets there, not the current one."""
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
     work = decodes(9)
     backend = flashinfer_over(work)
     plan = backend.plan(work.batch)
-    before, waits = plan.lease.wrapper, []
+    before, waits, streams = plan.lease.wrapper, [], []
     plan.lease.copied = SimpleNamespace(
-        query=lambda: False, synchronize=lambda: waits.append(1), record=lambda: None
+        query=lambda: False, synchronize=lambda: waits.append(1), record=streams.append
     )
     again = backend.plan(plan.batch, plan)  # a captured graph's: it has no other buffers
-    assert again.lease.wrapper is before and waits
+    assert again.lease.wrapper is before and waits and streams == [str(backend.torch_device)]
     lease = plan.lease
     del plan, again
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,7 @@ def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "KNOWN", True)
     active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_current_device", lambda: None)
     kernel = FakeKernel()
     compiled, variant = kernel.compiled, kernel.variant
     start, tensor = launch.Launcher(kernel), torch.zeros(32)
@@ -77,3 +79,42 @@ def test_kept_tensors_come_after_the_others_and_count_for_alignment() -> None:
     assert pointers == [[tensor[4:].data_ptr(), *kept.pointers] for kept in (aligned, shifted)]
     assert compiled[0][3:] == (0.5, 16, 7, True)
     assert len(site.variants) == 2
+
+
+def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current: models lie over several GPUs (`device_map="auto"`)."""
+    from contextlib import contextmanager
+
+    import torch
+    from polyattn_triton import launch
+
+    current, used = [0], []
+
+    @contextmanager
+    def device(which: torch.device | int) -> Iterator[None]:
+        before = current[0]
+        current[0] = which if isinstance(which, int) else which.index
+        yield
+        current[0] = before
+
+    class Kernel(FakeKernel):
+        def __getitem__(self, grid: object) -> object:
+            used.append(current[0])
+            return super().__getitem__(grid)
+
+    class There(SimpleNamespace):
+        """A tensor of GPU 1."""
+
+        device, data_ptr = torch.device("cuda", 1), staticmethod(lambda: 16)
+
+    monkeypatch.setattr(launch, "KNOWN", True)
+    streams = SimpleNamespace(get_current_stream=lambda index: (index, current[0]))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=streams))
+    monkeypatch.setattr(launch, "_current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel = Kernel()
+    site = launch.Site(kernel, (), (), {})
+    for _ in range(2):
+        site((1, 1, 1), (There(),), (), ())  # type: ignore[arg-type]
+    assert used == [1] and [args[3] for args in kernel.variant.launched] == [(1, 1)]
+    assert current == [0]

@@ -71,7 +71,7 @@ def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
     blind = [q if not n else max(q - n, 0) if causal else 0 for q, n in counts]
     if not any(blind):
         return None
-    rows = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    rows = torch.zeros(batch.num_tokens, dtype=torch.bool, device="cpu")
     for start, count in zip(batch.starts, blind, strict=False):
         rows[start : start + count] = True
     return rows.to(batch.device)

@@ -109,7 +109,7 @@ class StepPlan:
         self._program = tuple((op.rows, op.run) for op in self.ops)
         number = next(_numbers)
         _alive[number] = self
-        self.handle = torch.tensor(number)
+        self.handle = torch.tensor(number, device="cpu")
         # The cache must have as many blocks; a table that only the device has isn't read.
         table = batch.block_table
         on_host = table is not None and table.device.type == "cpu"

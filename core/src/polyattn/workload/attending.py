@@ -67,7 +67,7 @@ class AttendingWorkload(Workload):
         return self.out
 
     def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
-        rows = torch.arange(len(self.query)) if rows is None else rows
+        rows = torch.arange(len(self.query), device="cpu") if rows is None else rows
         limit, at = tolerance_of(self.spec, self.offset), rows.to(self.device)
         actual = self.exact(self.out[at])
         yield "output", output_error(actual, self.expected[0][rows]), limit.output

@@ -213,9 +213,9 @@ def workload(
 
 def picked_rows(lengths: Sequence[int], requests: Sequence[int], device: torch.device) -> Tensor:
     """Return the rows of some requests, int64, one request after another."""
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    rows = [torch.arange(starts[i], starts[i + 1]) for i in requests]
-    return (torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)).to(device)
+    starts = torch.tensor([0, *lengths], device="cpu").cumsum(0).tolist()
+    rows = [torch.arange(starts[i], starts[i + 1], device="cpu") for i in requests]
+    return (torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")).to(device)
 
 
 def spoil_requests(

@@ -44,7 +44,7 @@ class Clock:
         call()
         for _ in range(rounds):
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self.device)
             started = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -56,7 +56,8 @@ class Clock:
             started = time.perf_counter()
             call()
             return (time.perf_counter() - started) * 1e6
-        return device_us(call, self._scratch)
+        with torch.cuda.device(self.device):
+            return device_us(call, self._scratch)
 
 
 def repeat(
@@ -68,7 +69,8 @@ def repeat(
     end = time.perf_counter() + seconds
     while len(times) < least or time.perf_counter() < end:
         if device.type == "cuda":
-            times.append(between_events(call, lambda: None)[0] / 1e6)
+            with torch.cuda.device(device):
+                times.append(between_events(call, lambda: None)[0] / 1e6)
         else:
             started = time.perf_counter()
             call()
@@ -108,7 +110,7 @@ def empty_l2(scratch: torch.Tensor) -> None:
 
 
 def between_events(call: Callable[[], object], before: Callable[[], None]) -> tuple[float, bool]:
-    """Return the microseconds between events around `call`, after `before`.
+    """Return the current device's microseconds between events around `call`, after `before`.
 
     And whether the host was late: the device had reached the first one before all was enqueued.
     """

@@ -33,11 +33,11 @@ class Dice:
 
     def chance(self, *shape: int) -> Tensor:
         """Return numbers from 0 up to 1, float32 on the CPU."""
-        return torch.rand(*shape, generator=self.generator, dtype=torch.float32)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def integers(self, low: int, high: int, count: int) -> list[int]:
         """Return `count` integers from `low` up to, not including, `high`."""
-        return torch.randint(low, high, (count,), generator=self.generator).tolist()
+        return torch.randint(low, high, (count,), generator=self.generator, device="cpu").tolist()
 
     def integer(self, low: int, high: int) -> int:
         """Return one of them."""
@@ -49,7 +49,7 @@ class Dice:
 
     def order(self, count: int) -> Tensor:
         """Return 0 … count - 1 in random order, int64 on the CPU."""
-        return torch.randperm(count, generator=self.generator)
+        return torch.randperm(count, generator=self.generator, device="cpu")
 
     def blocks(
         self,
@@ -65,10 +65,10 @@ class Dice:
         sequence has unless `first`, the first block that one may have, is 0. `spare`: columns beyond the
         longest sequence's. `within`: the cache's blocks, where it is larger than the sequences.
         """
-        needed = torch.tensor([-(-n // size) for n in lens], dtype=torch.int64)
-        columns = torch.arange(max(int(needed.max()) if len(lens) else 0, 1) + spare)
+        needed = torch.tensor([-(-n // size) for n in lens], dtype=torch.int64, device="cpu")
+        columns = torch.arange(max(int(needed.max()) if len(lens) else 0, 1) + spare, device="cpu")
         count = within or int(needed.sum()) + 3
-        table = torch.zeros(len(lens), len(columns), dtype=torch.int32)
+        table = torch.zeros(len(lens), len(columns), dtype=torch.int32, device="cpu")
         table[columns < needed[:, None]] = (
             self.order(count - first)[: int(needed.sum())] + first
         ).int()

@@ -46,7 +46,9 @@ def fill(cache: KVCache, generator: torch.Generator | None = None) -> None:
             few = piece[: max(1, ENCODED // max(stored[0].numel(), 1))]
             size = pair[0] if cache.value_in_key else pair[index]
             numbers = encoded(
-                torch.randn(*few.shape[:3], size, generator=generator, dtype=torch.float32),
+                torch.randn(
+                    *few.shape[:3], size, generator=generator, dtype=torch.float32, device="cpu"
+                ),
                 form.rows[index],
             )
             piece = few

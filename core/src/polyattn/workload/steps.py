@@ -184,12 +184,12 @@ def new_rows(lengths: Lengths) -> Tensor:
         # A padding row (one query token, length 0) has no token at all: any will do.
         rows += [max(at, 0) for at in range(start + length - query, start + length)]
         start += length
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def held_before(lengths: Lengths, skipped: bool = False) -> Tensor:
     """Return which tokens the cache holds before the step: the context, some new ones if `skipped`."""
-    there, end = torch.ones(sum(n for _, n in lengths), dtype=torch.bool), 0
+    there, end = torch.ones(sum(n for _, n in lengths), dtype=torch.bool, device="cpu"), 0
     for query, length in lengths:
         first, end = end + max(length - query, 0), end + length
         there[first:end] = False

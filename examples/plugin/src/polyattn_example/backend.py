@@ -29,8 +29,8 @@ class ExampleAttention(AttentionBackend):
                 values = cache.value[blocks].flatten(0, 1)[:length]
             keys, values = (x.float().repeat_interleave(ratio, 1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->qhk", frame.query[rows].float(), keys) * spec.scale
-            position = torch.arange(length - batch.query_lens[index], length)[:, None, None]
-            distance = position - torch.arange(length)
+            places = torch.arange(length - batch.query_lens[index], length, device=keys.device)
+            distance = places[:, None, None] - torch.arange(length, device=keys.device)
             hidden = distance < 0 if spec.causal else torch.zeros_like(distance, dtype=torch.bool)
             if spec.sliding_window is not None:
                 hidden = hidden | (distance.abs() >= spec.sliding_window)

@@ -100,7 +100,7 @@ class PolyattnImpl(AttentionImpl[Step]):
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.alibi_slopes = None
         if alibi_slopes is not None:
-            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self.given = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self.fields = {
             "num_heads": num_heads, "num_kv_heads": self.num_kv_heads, "head_size": head_size,

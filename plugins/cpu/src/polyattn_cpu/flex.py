@@ -56,12 +56,13 @@ class FlexPlan(Plan):
     def __init__(self, spec: LayerSpec, batch: Batch, pointwise: Pointwise | None):
         super().__init__(batch)
         query_lens, lens = (
-            torch.tensor(each, dtype=torch.int64) for each in (batch.query_lens, batch.lens)
+            torch.tensor(each, dtype=torch.int64, device="cpu")
+            for each in (batch.query_lens, batch.lens)
         )
         self.num_keys = int(lens.sum())
         seq_q, at_q = _rows(query_lens, _padded(batch.num_tokens))
         self.seq_k, self.at_k = _rows(lens, self.num_keys)
-        nothing = torch.zeros(1, dtype=torch.int64)  # for padding rows
+        nothing = torch.zeros(1, dtype=torch.int64, device="cpu")  # for padding rows
         context, length, start = (
             torch.cat([each, nothing])[seq_q]
             for each in (lens - query_lens, lens, lens.cumsum(0) - lens)
@@ -87,7 +88,7 @@ class FlexPlan(Plan):
 
     def given_rows(self) -> Tensor:
         """Return where each key lies in tensors that are given whole, with gaps between sequences."""
-        starts = torch.tensor(self.batch.key_starts, dtype=torch.int64)
+        starts = torch.tensor(self.batch.key_starts, dtype=torch.int64, device="cpu")
         return (starts[self.seq_k] + self.at_k).to(self.batch.device)
 
 
@@ -178,11 +179,11 @@ def _padded(size: int) -> int:
 
 def _rows(lens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return each row's sequence (their number where it is padding) and its place in it."""
-    seq = torch.full((total,), len(lens), dtype=torch.int64)
+    seq = torch.full((total,), len(lens), dtype=torch.int64, device="cpu")
     used = int(lens.sum())
-    seq[:used] = torch.repeat_interleave(torch.arange(len(lens)), lens)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
-    return seq, torch.arange(total) - starts[seq]
+    seq[:used] = torch.repeat_interleave(torch.arange(len(lens), device="cpu"), lens)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lens.cumsum(0)])
+    return seq, torch.arange(total, device="cpu") - starts[seq]
 
 
 def _row(tensor: Tensor, length: int) -> Tensor:

@@ -43,8 +43,8 @@ def block_mask(seen: tuple[Interval, ...], keys: int, device: torch.device) -> B
     Rows and keys are multiples of `BLOCK`.
     """
     rows = len(seen[0][0])
-    row = torch.arange(rows) // BLOCK
-    met = torch.zeros(rows // BLOCK, keys // BLOCK + 1, dtype=torch.int32)
+    row = torch.arange(rows, device="cpu") // BLOCK
+    met = torch.zeros(rows // BLOCK, keys // BLOCK + 1, dtype=torch.int32, device="cpu")
     covered = torch.zeros_like(met)
     for first, end in seen:
         _count(met, row, first // BLOCK, torch.where(first < end, -(-end // BLOCK), 0))

@@ -45,10 +45,10 @@ class Places:
         self, batch: Batch, seq_q: Tensor, position: Tensor, seq_k: Tensor, at_k: Tensor, keys: int
     ):
         device, tokens = batch.device, batch.num_tokens
-        step_seq = torch.tensor([*batch.seq_ids, 0])[seq_q]
+        step_seq = torch.tensor([*batch.seq_ids, 0], device="cpu")[seq_q]
         row = position.clone()
         step_seq[tokens:], row[tokens:] = step_seq[0], row[0]
-        padding = torch.full((keys - len(seq_k),), -1)
+        padding = torch.full((keys - len(seq_k),), -1, device="cpu")
         self.step_seq, self.row = step_seq.to(device), row.to(device)
         self.seq_q = seq_q.to(device)
         self.seq_k = torch.cat([seq_k, padding]).to(device)

@@ -188,7 +188,7 @@ class FlashInferAttention(AttentionBackend):
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
-        starts = torch.tensor(batch.starts, dtype=torch.int32)
+        starts = torch.tensor(batch.starts, dtype=torch.int32, device="cpu")
         if masked:  # which it packs on the device
             starts, indptr, last = (t.to(self.torch_device) for t in (starts, indptr, last))
         plan.lease = self.pool.lease(plan, kind)

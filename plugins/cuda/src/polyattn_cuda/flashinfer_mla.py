@@ -74,8 +74,9 @@ class FlashInferMLA(LatentAdapter):
         dtype = STORAGE_DTYPES[spec.dtype]
         stored = torch.float8_e4m3fn if cache.item_bytes == 1 else dtype
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices,
-            torch.tensor(batch.lens, dtype=torch.int32), spec.num_heads, self.rank, self.rope,
+            torch.tensor(batch.starts, dtype=torch.int32, device="cpu"), indptr, indices,
+            torch.tensor(batch.lens, dtype=torch.int32, device="cpu"), spec.num_heads,
+            self.rank, self.rope,
             cache.block_size, True, spec.scale * self.raised, dtype, stored,
         )  # fmt: skip
         return plan

@@ -32,10 +32,10 @@ class Lease:
     `room`: where a captured step's pages are gathered.
     """
 
-    __slots__ = ("capacity", "copied", "room", "wrapper")
+    __slots__ = ("capacity", "copied", "device", "room", "wrapper")
 
     def __init__(self, wrapper: Any, capacity: int, device: torch.device):
-        self.wrapper, self.capacity = wrapper, capacity
+        self.wrapper, self.capacity, self.device = wrapper, capacity, device
         self.room = Room.of(capacity, device) if capacity else None
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -53,7 +53,7 @@ class Lease:
             self.copied.synchronize()
         self.wrapper.plan(*args, **options)
         if self.copied is not None:
-            self.copied.record()
+            self.copied.record(torch.cuda.current_stream(self.device))
 
 
 class WrapperPool:

@@ -52,7 +52,7 @@ def complete(module: Any) -> None:
 
     def taken(part: Any) -> Any:
         if isinstance(part, list):
-            part = torch.tensor(part, dtype=torch.int64 if not part else None)
+            part = torch.tensor(part, dtype=torch.int64 if not part else None, device="cpu")
         return environment.to_xla(part) if isinstance(part, torch.Tensor) else part
 
     def item(array: Any, index: Any) -> Any:

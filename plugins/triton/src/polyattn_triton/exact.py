@@ -59,7 +59,7 @@ class Exact:
         segments = -(-batch.max_seq_len // SEGMENT)
         numbers = len(tiles) * spec.num_kv_heads * segments * rows * power(spec.v_head_size)
         whole = len(tiles) >= self.enough or segments < 2 or numbers > MOST_PARTS
-        listed = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).to(self.device)
+        listed = torch.tensor(tiles, dtype=torch.int32, device="cpu").view(-1, 3).to(self.device)
         return ExactPlan(batch, listed, rows, 1 if whole else segments)
 
     def run(self, spec: LayerSpec, plan: ExactPlan, frame: Frame) -> None:

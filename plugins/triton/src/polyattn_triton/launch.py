@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import reduce
 from operator import or_
@@ -275,6 +275,10 @@ def load(kernels: Iterable[Any]) -> None:
             _log.warning("TRITON_ATTN can't run a variant of %s here: %s", compiled.name, error)
 
 
+# Without torch.cuda.current_device's look at whether CUDA is set up. No kernel is compiled without CUDA.
+_current_device = getattr(torch._C, "_cuda_getDevice", int)
+
+
 class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 
@@ -306,6 +310,10 @@ class Site:
         which = 0 if not low & 15 else tuple([pointer & 15 for pointer in pointers])
         variant = self.variants.get(which)
         if variant is not None:
+            if self.device != _current_device():
+                with torch.cuda.device(self.device):
+                    self(grid, tensors, floats, free, kept)
+                return
             if not KNOWN or _listening():
                 variant[grid](*pointers, *floats, *self.ints, *free, *self.constants)
                 return
@@ -316,14 +324,16 @@ class Site:
             )  # fmt: skip
             return
         arguments = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
-        asked = _compiling.get()
-        if asked is not None:
-            asked.append(self.kernel.warmup(*arguments, grid=grid, **self.options))
-            return
-        variant = self.kernel[grid](*arguments, **self.options)
+        asked, device = _compiling.get(), tensors[0].device
+        # Triton compiles for the current device, and launches there.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if asked is not None:
+                asked.append(self.kernel.warmup(*arguments, grid=grid, **self.options))
+                return
+            variant = self.kernel[grid](*arguments, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
-            self.device = tensors[0].device.index
+            self.device = device.index
 
 
 class Launcher:

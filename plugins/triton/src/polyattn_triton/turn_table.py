@@ -32,14 +32,14 @@ def turns(rope: RopeSpec, block_n: int, device: torch.device) -> Tensor:
     """
     pairs = rope.span // 2
     width = power(pairs)
-    frequencies = torch.zeros(width, dtype=torch.float64)
+    frequencies = torch.zeros(width, dtype=torch.float64, device="cpu")
     frequencies[:pairs] = inv_freq(rope) / (2 * math.pi)
     high = frequencies.float()
     low = (frequencies - high.double()).float()
-    angles = torch.arange(block_n)[:, None] * frequencies * (2 * math.pi)
+    angles = torch.arange(block_n, device="cpu")[:, None] * frequencies * (2 * math.pi)
     # Queries and keys are each multiplied by the factor: here both times.
     factor = rope.attention_factor**2
     places = torch.stack([angles.cos() * factor, angles.sin() * factor], 1)
     temperature = rope.temperature, rope.temperature_length or 1, rope.temperature_offset, 0.0
-    head = torch.tensor(temperature, dtype=torch.float32)
+    head = torch.tensor(temperature, dtype=torch.float32, device="cpu")
     return torch.cat([head, high, low, places.flatten().float()]).to(device)

@@ -31,7 +31,7 @@ class VarlenPlan(Plan):
         self.rows: Tensor | None = None
         if not cached and not batch.keys_packed:
             spans = zip(batch.key_starts, batch.lens, strict=True)
-            spread = [torch.arange(start, start + count) for start, count in spans]
+            spread = [torch.arange(start, start + count, device="cpu") for start, count in spans]
             self.rows = torch.cat(spread).to(batch.device)
 
 

@@ -61,7 +61,7 @@ class Brought:
 
     def picked(self, requests: Sequence[int]) -> Brought:
         """Return what some of the sequences bring."""
-        index = torch.tensor(list(requests), dtype=torch.int64)
+        index = torch.tensor(list(requests), dtype=torch.int64, device="cpu")
         return replace(
             self,
             lengths=[self.lengths[i] for i in requests],

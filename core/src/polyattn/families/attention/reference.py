@@ -28,9 +28,9 @@ def visible(spec: LayerSpec, num_queries: int, num_keys: int, first: int = 0) ->
 
     The last query stands at the last key's position (bottom-right alignment), the first key at `first`.
     """
-    key = torch.arange(num_keys) + first
-    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries) + first
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    key = torch.arange(num_keys, device="cpu") + first
+    query = torch.arange(num_queries, device="cpu")[:, None] + (num_keys - num_queries) + first
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device="cpu")
     if spec.causal:
         mask &= key <= query
     if spec.dense_context and num_queries == num_keys:  # a whole prompt
@@ -82,8 +82,8 @@ def attend(
     if spec.alibi:
         slopes = params.alibi_slopes
         slopes = alibi_slopes(spec.num_heads) if slopes is None else slopes
-        position = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
-        distance = (torch.arange(num_keys) - position).to(dtype)
+        position = torch.arange(num_queries, device="cpu")[:, None] + (num_keys - num_queries)
+        distance = (torch.arange(num_keys, device="cpu") - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
     mask = visible(spec, num_queries, num_keys, first)
     pointwise = Pointwise.of(spec)
@@ -131,10 +131,10 @@ def _weighted(weights: Tensor, value: Tensor, ratio: int) -> Tensor:
 def _places(heads: int, queries: int, keys: int, seq: int) -> tuple[Tensor, ...]:
     """Return b, h, q_idx and kv_idx of all scores (heads, queries, keys), so that they broadcast."""
     return (
-        torch.tensor(seq),
-        torch.arange(heads)[:, None, None],
-        torch.arange(queries)[:, None] + (keys - queries),
-        torch.arange(keys),
+        torch.tensor(seq, device="cpu"),
+        torch.arange(heads, device="cpu")[:, None, None],
+        torch.arange(queries, device="cpu")[:, None] + (keys - queries),
+        torch.arange(keys, device="cpu"),
     )
 
 
@@ -159,10 +159,10 @@ def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tenso
         length = min(num_keys, held)
     rows = []
     for index in range(num_queries):
-        place, places = index + num_keys - num_queries, torch.arange(num_keys)
+        place, places = index + num_keys - num_queries, torch.arange(num_keys, device="cpu")
         gone = 0 if held is None else max(0, place + 1 - held)
         places = torch.where(places < spec.sink_tokens, places, places - gone)
-        at = torch.tensor([place - gone])
+        at = torch.tensor([place - gone], device="cpu")
         turned = rotate(query[index : index + 1], at, rope, length)
         turned = turned * query_temperature(rope, at)[:, None, None]
         keys = rotate(key, places, rope, length)
@@ -229,8 +229,10 @@ def _transformed(
     """
     named = {name: tensor.cpu() for name, tensor in inputs.items()}
     count = len(keys)
-    every = Places(torch.tensor(seq), torch.arange(count)[:, None, None])
-    own = Places(every.seq, torch.arange(count - len(query), count)[:, None, None])
+    every = Places(
+        torch.tensor(seq, device="cpu"), torch.arange(count, device="cpu")[:, None, None]
+    )
+    own = Places(every.seq, torch.arange(count - len(query), count, device="cpu")[:, None, None])
     query = transforms.changed("query", query, own, named)
     if whole:
         keys = transforms.changed("key", keys, every, named)
@@ -258,8 +260,10 @@ def forward(
     params = params or LayerParams()
     query = exact(query, params.q_scale, dtype)
     transforms = None if transformed else Transforms.of(spec)
-    output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
-    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
+    output = torch.zeros(
+        batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype, device="cpu"
+    )
+    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype, device="cpu")
     for index in range(batch.num_seqs):
         rows = slice(batch.starts[index], batch.starts[index + 1])
         if not batch.lens[index]:

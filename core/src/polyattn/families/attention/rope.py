@@ -37,7 +37,7 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
         assert rope.original_length is not None
         stretched = rope.factor * max(length, rope.original_length) / rope.original_length
         base *= (stretched - (rope.factor - 1)) ** (size / (size - 2))
-    exponents = torch.arange(0, rope.rotary_size, 2, dtype=torch.float64) / size
+    exponents = torch.arange(0, rope.rotary_size, 2, dtype=torch.float64, device="cpu") / size
     plain = base**-exponents
     if rope.scaling == "linear":
         return plain / rope.factor
@@ -52,7 +52,7 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
     if rope.scaling == "longrope":
         assert rope.original_length is not None
         factors = rope.long_factors if length > rope.original_length else rope.short_factors
-        return plain / torch.tensor(factors, dtype=torch.float64)
+        return plain / torch.tensor(factors, dtype=torch.float64, device="cpu")
     return plain
 
 
@@ -77,7 +77,9 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_size - 1)
-    ramp = (torch.arange(len(plain), dtype=torch.float64) - low) / ((high - low) or 0.001)
+    ramp = (torch.arange(len(plain), dtype=torch.float64, device="cpu") - low) / (
+        (high - low) or 0.001
+    )
     ramp = ramp.clamp(0, 1)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
@@ -98,9 +100,11 @@ def axes(rope: RopeSpec) -> Tensor:
     """Return which axis of a position each pair follows: int64, `(span / 2,)`."""
     sections = rope.sections or (rope.span // 2,)
     if not rope.sections_interleaved:
-        return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+        return torch.arange(len(sections), device="cpu").repeat_interleave(
+            torch.tensor(sections, device="cpu")
+        )
     # The axes take pairs in turn. The first one has the remaining pairs.
-    owner = torch.zeros(sum(sections), dtype=torch.int64)
+    owner = torch.zeros(sum(sections), dtype=torch.int64, device="cpu")
     for axis, count in list(enumerate(sections))[1:]:
         owner[axis : count * len(sections) : len(sections)] = axis
     return owner
@@ -130,7 +134,7 @@ def rotate(
 def query_temperature(rope: RopeSpec, positions: Tensor) -> Tensor:
     """Return the factor of the query at each position: float64, `(num_tokens,)`."""
     if rope.temperature_length is None:
-        return torch.ones(positions.shape, dtype=torch.float64)
+        return torch.ones(positions.shape, dtype=torch.float64, device="cpu")
     steps = (positions.to(torch.float64) + rope.temperature_offset) / rope.temperature_length
     return (1 + rope.temperature * torch.log1p(steps.floor())) * (
         1 + steps

@@ -120,7 +120,7 @@ def attend(
     ratio, keys = spec.gqa_ratio, len(key)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(ratio, dim=0) for x in (key, value))
-    scores = dots(query, key) * torch.tensor(spec.scale, dtype=torch.float32).item()
+    scores = dots(query, key) * torch.tensor(spec.scale, dtype=torch.float32, device="cpu").item()
     if spec.alibi:
         slopes = params.alibi_slopes
         slopes = alibi_slopes(spec.num_heads) if slopes is None else slopes

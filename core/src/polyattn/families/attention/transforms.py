@@ -44,7 +44,7 @@ class Transforms:
         heads = torch.arange(tensor.shape[1], device=device)[:, None]
         at = (places.seq, heads, places.place, torch.arange(tensor.shape[2], device=device))
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-        result = torch.as_tensor(function(wide, *at, inputs=inputs))
+        result = torch.as_tensor(function(wide, *at, inputs=inputs), device=device)
         return result.to(tensor.dtype).expand_as(tensor)
 
 
@@ -69,17 +69,17 @@ class Places:
     @classmethod
     def of_queries(cls, batch: Batch) -> Places:
         """Those of the step's new tokens."""
-        counts = torch.tensor(batch.query_lens, dtype=torch.int64)
-        seq = torch.tensor(batch.seq_ids, dtype=torch.int64).repeat_interleave(counts)
+        counts = torch.tensor(batch.query_lens, dtype=torch.int64, device="cpu")
+        seq = torch.tensor(batch.seq_ids, dtype=torch.int64, device="cpu").repeat_interleave(counts)
         place = torch.from_numpy(batch.host_positions).long()
         return cls(*(t.to(batch.device)[:, None, None] for t in (seq, place)))
 
     @classmethod
     def of_keys(cls, batch: Batch, count: int) -> Places:
         """Positions of `count` keys that are passed whole. Keys between sequences have the first's."""
-        seq, place = torch.zeros(2, count, dtype=torch.int64)
+        seq, place = torch.zeros(2, count, dtype=torch.int64, device="cpu")
         ranges = zip(batch.seq_ids, batch.key_starts, batch.lens, strict=True)
         for number, start, length in ranges:
             seq[start : start + length] = number
-            place[start : start + length] = torch.arange(length)
+            place[start : start + length] = torch.arange(length, device="cpu")
         return cls(*(t.to(batch.device)[:, None, None] for t in (seq, place)))

@@ -237,7 +237,9 @@ class AttentionWorkload(AttendingWorkload):
             return out, lse
         # Weights that don't sum to 1 can leave its range, where an output saturates.
         stored = output_dtype(self.spec)
-        limit = self.exact(torch.full((1, out.shape[1], 1), torch.finfo(stored).max, dtype=stored))
+        limit = self.exact(
+            torch.full((1, out.shape[1], 1), torch.finfo(stored).max, dtype=stored, device="cpu")
+        )
         return out.clamp(-limit, limit), lse
 
     def exact(self, out: Tensor) -> Tensor:

@@ -41,11 +41,13 @@ def forward(
     `choice`, as the layer takes it, names. Returns (num_tokens, num_heads, v_head_size) and the LSE.
     """
     params = params or LayerParams()
-    output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
-    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
+    output = torch.zeros(
+        batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype, device="cpu"
+    )
+    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype, device="cpu")
     whole, read = spec.sparse is not None and spec.sparse.physical, batch
     if whole:  # a choice of places in the cache: it is one sequence
-        table = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
+        table = torch.arange(cache.num_blocks, dtype=torch.int32, device="cpu")[None]
         read = Batch.from_lens([0], [cache.num_blocks * cache.block_size], table, cache.block_size)
     for index in range(batch.num_seqs):
         mine = slice(batch.starts[index], batch.starts[index + 1])
@@ -75,8 +77,8 @@ def attend(
     if choice is None:
         return reference.attend(plain, query, key, value, None, dtype)
     alone = plain.replace(causal=False)
-    output = torch.zeros(len(query), spec.num_heads, spec.v_head_size, dtype=dtype)
-    lse = torch.full((len(query), spec.num_heads), -torch.inf, dtype=dtype)
+    output = torch.zeros(len(query), spec.num_heads, spec.v_head_size, dtype=dtype, device="cpu")
+    lse = torch.full((len(query), spec.num_heads), -torch.inf, dtype=dtype, device="cpu")
     first = len(rows) - len(query)
     for token, ids in enumerate(choice.tolist()):
         # As if the sequence were one block, at the start of the cache.

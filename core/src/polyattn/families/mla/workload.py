@@ -169,9 +169,14 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
     dtype, rank = STORAGE_DTYPES[spec.dtype], spec.latent.rank
     nope = spec.head_size - spec.latent.rope_head_size
     w_uk = torch.randn(
-        spec.num_heads, nope, rank, generator=generator, dtype=torch.float32
+        spec.num_heads, nope, rank, generator=generator, dtype=torch.float32, device="cpu"
     ) / math.sqrt(rank)
     w_uv = torch.randn(
-        spec.num_heads, rank, spec.v_head_size, generator=generator, dtype=torch.float32
+        spec.num_heads,
+        rank,
+        spec.v_head_size,
+        generator=generator,
+        dtype=torch.float32,
+        device="cpu",
     )
     return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)

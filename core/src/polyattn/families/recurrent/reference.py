@@ -61,7 +61,7 @@ def forward(
     params = {name: tensor.detach().to("cpu", dtype) for name, tensor in params.items()}
     states = states.detach().to("cpu", dtype, copy=True)
     form = form_of(spec)
-    output = torch.zeros(shape_of(spec, form.output, batch.num_tokens), dtype=dtype)
+    output = torch.zeros(shape_of(spec, form.output, batch.num_tokens), dtype=dtype, device="cpu")
     for index, slot in enumerate(batch.state_slots.tolist()):
         rows = slice(batch.starts[index], batch.starts[index + 1])
         if slot < 0 or rows.start == rows.stop:

@@ -91,7 +91,7 @@ class RecurrentWorkload(Workload):
                 self.states.data[slot] = start.to(self.states.data)
             if query and not padding:
                 self.used.append(slot)
-        self.batch = self.step(self.lengths, torch.tensor(own, dtype=torch.int64))
+        self.batch = self.step(self.lengths, torch.tensor(own, dtype=torch.int64, device="cpu"))
 
     def step(self, lengths: Lengths, slots: Tensor, targets: Tensor | None = None) -> Batch:
         """Return a batch over states of this workload."""
@@ -110,9 +110,9 @@ class RecurrentWorkload(Workload):
         real = [query if length else 0 for query, length in self.lengths]
         counts = real if by_token else [min(count, 1) for count in real]
         free = (self.dice.order(sum(counts)) + len(held)).tolist()
-        targets = torch.full((len(lens), max(counts)), -1, dtype=torch.int64)
+        targets = torch.full((len(lens), max(counts)), -1, dtype=torch.int64, device="cpu")
         for row, count in enumerate(counts):
-            targets[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+            targets[row, :count] = torch.tensor([free.pop() for _ in range(count)], device="cpu")
         self.used = targets[targets >= 0].tolist()
         if by_token:  # as engines have it: a sequence goes on from one of its own slots
             row = max(range(len(lens)), key=lambda i: (lens[i] > queries[i], queries[i]))
@@ -182,7 +182,7 @@ class RecurrentWorkload(Workload):
 
     def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
         limit, real = tolerance_of(self.spec).output, self.real_rows()
-        rows = torch.arange(len(real)) if rows is None else rows
+        rows = torch.arange(len(real), device="cpu") if rows is None else rows
         rows = rows[real[rows]]
         pairs = [
             ("output", self.out[rows.to(self.device)], self.expected[0][rows]),
@@ -232,7 +232,9 @@ class RecurrentWorkload(Workload):
         """Return which tokens belong to no padding row."""
         assert self.batch.state_slots is not None
         real = (self.batch.state_slots >= 0).cpu()
-        return torch.repeat_interleave(real, torch.tensor(self.batch.query_lens, dtype=torch.int64))
+        return torch.repeat_interleave(
+            real, torch.tensor(self.batch.query_lens, dtype=torch.int64, device="cpu")
+        )
 
 
 WORKLOAD = RecurrentWorkload
@@ -258,7 +260,7 @@ def recurrent_inputs(
     inputs: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
         tensor = torch.randn(
-            shape_of(spec, letters, tokens), generator=generator, dtype=torch.float32
+            shape_of(spec, letters, tokens), generator=generator, dtype=torch.float32, device="cpu"
         )
         if name == "dt":
             tensor = tensor * 0.5 - 1.0
@@ -282,7 +284,7 @@ def recurrent_inputs(
 
 def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return states (…, as the form says) that earlier tokens may have left, in float32."""
-    state = torch.randn(shape, generator=generator, dtype=torch.float32) * 0.5
+    state = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.5
     if spec.kind is AttentionKind.PHI_LINEAR:  # the last column sums up weights, none negative
         state[..., -1] = state[..., -1].abs() + 1.0
     return state
@@ -292,11 +294,14 @@ def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, T
     """Return a recurrent layer's parameters: A and decay negative, as every model has them."""
     params = {}
     for name, letters in form_of(spec).params.items():
-        tensor = torch.randn(shape_of(spec, letters), generator=generator, dtype=torch.float32)
+        tensor = torch.randn(
+            shape_of(spec, letters), generator=generator, dtype=torch.float32, device="cpu"
+        )
         if name == "A":
             tensor = -torch.exp(tensor * 0.5)
         elif name == "decay":
-            tensor = -torch.rand(tensor.shape, generator=generator, dtype=torch.float32) * 0.5
+            drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
+            tensor = -drawn * 0.5
         elif name == "weight":
             tensor = tensor / math.sqrt(tensor.shape[-1])
         elif name == "dt_bias" and spec.recurrent and not spec.recurrent.dt_softplus:

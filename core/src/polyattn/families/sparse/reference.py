@@ -77,9 +77,11 @@ def forward(
         batch.block_table.tolist(),
         choice.tolist(),
     )
-    output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
-    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
-    every = torch.arange(spec.num_heads).split(
+    output = torch.zeros(
+        batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype, device="cpu"
+    )
+    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype, device="cpu")
+    every = torch.arange(spec.num_heads, device="cpu").split(
         spec.num_heads // sparse.choices(spec.num_heads, spec.num_kv_heads)
     )
     sinks = params.sinks.detach().to("cpu", dtype) if params.sinks is not None else None
@@ -211,11 +213,11 @@ def scored(spec: LayerSpec, batch: Batch, frame: IndexFrame, token: int) -> list
 def indexed(spec: LayerSpec, batch: Batch, frame: IndexFrame) -> Tensor:
     """Return the choice of a layer's indexer, int32 like `frame.out`, on the host."""
     assert spec.indexer is not None
-    ids = torch.full(frame.out.shape, -1, dtype=torch.int32)
+    ids = torch.full(frame.out.shape, -1, dtype=torch.int32, device="cpu")
     for token, position in enumerate(token_places(batch)[1].tolist()):
         for at, scores in enumerate(scored(spec, batch, frame, token)):
             choice = choose(spec.indexer, scores, position)
-            ids[token, at, : len(choice)] = torch.tensor(choice, dtype=torch.int32)
+            ids[token, at, : len(choice)] = torch.tensor(choice, dtype=torch.int32, device="cpu")
     return ids
 
 

@@ -199,7 +199,7 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) 
                 ]
                 if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
                     ids[dice.integer(0, len(ids))] = seen - 1
-                row = torch.full((sparse.budget,), -1, dtype=torch.int32)
+                row = torch.full((sparse.budget,), -1, dtype=torch.int32, device="cpu")
                 row[: len(ids)] = ids.int()
                 rows.append(row)
     shape = (-1, sparse.choices(spec.num_heads, spec.num_kv_heads), sparse.budget)

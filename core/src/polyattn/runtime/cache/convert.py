@@ -136,7 +136,8 @@ def _scales(name: str, scales: tuple[Scale, Scale], heads: int) -> tuple[Scale, 
 
 
 def _equal(one: Scale, other: Scale) -> bool:
-    return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    pair = (torch.as_tensor(s, dtype=torch.float32, device="cpu") for s in (one, other))
+    return torch.equal(*pair)
 
 
 def _pieces(tokens: int, one: int, other: int, width: int) -> list[tuple[int, int]]:

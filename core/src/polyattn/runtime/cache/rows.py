@@ -154,7 +154,7 @@ def check_format(format: RowFormat) -> None:
             f"row format {format.name!r}: row_bytes has no size of 1 to {LONGEST_HEAD} elements"
         )
     for size in {sizes[0], 128 if 128 in sizes else sizes[-1]}:
-        row = torch.tensor(EXTREMES, dtype=torch.float32)[:, None].repeat(1, size)
+        row = torch.tensor(EXTREMES, dtype=torch.float32, device="cpu")[:, None].repeat(1, size)
         try:
             rows = encoded(row, format)
             back = decoded(rows, format, size)
@@ -201,7 +201,7 @@ def check_format(format: RowFormat) -> None:
 
 def _check_turn(format: RowFormat, size: int) -> None:
     """Check that a format's `turn` is orthogonal: kernels turn queries instead of keys."""
-    one = torch.eye(size, dtype=torch.float64)
+    one = torch.eye(size, dtype=torch.float64, device="cpu")
     matrix = turned(one, format)
     for what, result in (
         ("times its transpose", matrix @ matrix.T),
@@ -218,6 +218,6 @@ def _check_turn(format: RowFormat, size: int) -> None:
 def exact_in(format: RowFormat, size: int, dtype: torch.dtype) -> bool:
     """Return whether a dtype holds the values of a format's rows exactly, tested on random rows."""
     generator = torch.Generator().manual_seed(0)
-    row = torch.randn(64, size, generator=generator, dtype=torch.float32)
+    row = torch.randn(64, size, generator=generator, dtype=torch.float32, device="cpu")
     values = decoded(encoded(row, format), format, size)
     return torch.equal(values.to(dtype).float(), values)

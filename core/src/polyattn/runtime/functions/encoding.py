@@ -83,11 +83,11 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
         return codes
 
     try:
-        graph = make_fx(function)(torch.ones(size, dtype=torch.float32)).graph
+        graph = make_fx(function)(torch.ones(size, dtype=torch.float32, device="cpu")).graph
     except Exception as error:
         raise UntraceableError(f"encode can't be traced by torch: {describe(error)}") from error
     trace = _Reader().read(graph, size)
-    extremes = torch.tensor(EXTREMES, dtype=torch.float32)
+    extremes = torch.tensor(EXTREMES, dtype=torch.float32, device="cpu")
     for row in torch.cat([extremes[:, None].expand(-1, size), _sample(size)]):
         if not torch.equal(replayed(trace, row), function(row)):
             raise UntraceableError("encode, whose traced operations write other bytes")
@@ -109,10 +109,10 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
         if node.op == "element":
             vector = torch.nn.functional.pad(row, (0, width - len(row)))
         elif node.op == "constant":
-            vector = torch.full((width,), node.what, dtype=dtype)
+            vector = torch.full((width,), node.what, dtype=dtype, device="cpu")
         elif node.op == "vector":
             vector = torch.nn.functional.pad(
-                torch.tensor(node.what, dtype=dtype), (0, width - len(node.what))
+                torch.tensor(node.what, dtype=dtype, device="cpu"), (0, width - len(node.what))
             )
         elif node.op == "gather":
             vector = torch.nn.functional.pad(args[0][list(node.what)], (0, width - len(node.what)))
@@ -127,7 +127,7 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
 
 def _sample(size: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, size, generator=generator, dtype=torch.float32)
+    return torch.randn(4, size, generator=generator, dtype=torch.float32, device="cpu")
 
 
 _TORCH: dict[str, Any] = {
@@ -212,7 +212,7 @@ class _Reader:
         if name in ("ones_like", "zeros_like", "full_like"):
             fill = {"ones_like": 1, "zeros_like": 0}.get(name)
             fill = args[1] if fill is None else fill
-            return torch.full(args[0].at.shape, fill, dtype=dtype)
+            return torch.full(args[0].at.shape, fill, dtype=dtype, device="cpu")
         method = getattr(self, f"_{name.strip('_')}", None)
         if name in _ALONE or name in _PAIRS or method is not None:
             wide = dtype.is_floating_point and dtype != torch.float32
@@ -300,7 +300,9 @@ class _Reader:
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, _Array):
             return (
-                value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
+                value.to(dtype)
+                if isinstance(value, Tensor)
+                else torch.tensor(value, dtype=dtype, device="cpu")
             )
         if dtype == value.dtype:
             return value
@@ -544,7 +546,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _like(value: Any) -> Any:
     return (
-        torch.empty((1,) * len(_shape(value)), dtype=value.dtype)
+        torch.empty((1,) * len(_shape(value)), dtype=value.dtype, device="cpu")
         if isinstance(value, _Array)
         else value
     )

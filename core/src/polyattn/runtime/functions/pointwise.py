@@ -296,10 +296,12 @@ def example_inputs(
             continue
         shape = [sizes.get(d, ANY) if isinstance(d, str) else d for d in wanted.dims]
         if wanted.dtype == "float32":
-            inputs_by_name[name] = torch.randn(shape, generator=generator, dtype=torch.float32)
+            inputs_by_name[name] = torch.randn(
+                shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
         else:
             low = 0 if shape else 1  # a lone integer may be a divisor
-            integers = torch.randint(low, 2, shape, generator=generator)
+            integers = torch.randint(low, 2, shape, generator=generator, device="cpu")
             inputs_by_name[name] = integers.to(INPUT_DTYPES[wanted.dtype])
     return inputs_by_name
 

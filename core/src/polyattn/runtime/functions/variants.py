@@ -56,7 +56,7 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     flag("bidirectional", bidirectional)
     integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     integer("max_distance", max_distance, num_buckets // (4 if bidirectional else 2) + 1)
-    distance = torch.arange(-max_distance, max_distance + 1)
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
     buckets = torch.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -95,11 +95,11 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
     """
     integer("num_buckets", num_buckets, 2)
     integer("max_distance", max_distance, num_buckets // 2 + 2)
-    distance = -torch.arange(-max_distance, max_distance + 1)
+    distance = -torch.arange(-max_distance, max_distance + 1, device="cpu")
     exact = num_buckets // 2
     far = distance.abs().clamp(min=exact)
     # In float32, as the models' own code takes the logarithm: it decides at a bucket's border.
-    most = torch.tensor((max_distance - 1) / exact, dtype=torch.float32)
+    most = torch.tensor((max_distance - 1) / exact, dtype=torch.float32, device="cpu")
     grown = torch.log(far.float() / exact) / torch.log(most)
     bucket = (torch.ceil(grown * (exact - 1)) + exact) * torch.sign(distance)
     bucket = torch.where(distance.abs() <= exact, distance, bucket)

@@ -36,21 +36,22 @@ class StepGraph:
         self.result: Any = None
         self.taken: Any = None
 
-    def capture(self, inputs: Mapping[str, Tensor], pool: Any = None) -> None:
-        """Record the step. `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
+    def capture(self, inputs: Mapping[str, Tensor], pool: Any, side: Any) -> None:
+        """Record the step on the stream `side` of the current device, its memory in `pool`.
+
+        `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
 
         The longest lengths are planned, so that no later step needs more.
         """
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
                 self.step(self.plans, **self.inputs)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self.graph, pool=pool), torch.no_grad():
+        with torch.cuda.graph(self.graph, pool, side), torch.no_grad():
             self.result = self.step(self.plans, **self.inputs)
         if isinstance(self.buffers, MixedBuffers):
             self.taken = _map(self.result, torch.empty_like)
@@ -164,7 +165,8 @@ class StepGraphs:
         for group in groups:
             group.finish_builds()
         finish_all()
-        device, block_size = groups[0].torch_device, next(iter(blocks), None)
+        self.device = device = groups[0].torch_device
+        block_size = next(iter(blocks), None)
         axes = max(_axes(group) for group in groups)
         wanted = [n if isinstance(n, StepSize) else StepSize(n, query_len) for n in sizes]
         for size in wanted:
@@ -189,8 +191,11 @@ class StepGraphs:
 
         """
         pool = torch.cuda.graph_pool_handle()
-        for graph in reversed(self.graphs):
-            graph.capture(inputs, pool)
+        with torch.cuda.device(self.device):
+            # torch's own is of the device that the process captured on first. Memory is a stream's.
+            side = torch.cuda.Stream()
+            for graph in reversed(self.graphs):
+                graph.capture(inputs, pool, side)
 
     def find(self, batch: Batch) -> StepGraph | None:
         """Return the smallest graph that the step fits.

@@ -287,8 +287,9 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
     if not isinstance(mask, BlockSparseMask) or table is None or mask.block[1] % block_size:
         return None
     blocks = SparseSpec(budget=1, granularity=mask.block[1])
-    lens, columns = torch.tensor(batch.lens), torch.arange(table.shape[1])[None]
-    first = torch.zeros(len(lens), dtype=torch.int64)
+    lens = torch.tensor(batch.lens, device="cpu")
+    columns = torch.arange(table.shape[1], device="cpu")[None]
+    first = torch.zeros(len(lens), dtype=torch.int64, device="cpu")
     pages, chosen = pages_of(
         blocks,
         first[:1],
@@ -312,11 +313,12 @@ def over_chosen_pages(batch: Batch, block_size: int) -> Batch | None:
 
 def _named(batch: Batch, mask: BlockSparseMask) -> Tensor:
     """Return the blocks that a mask names for decodes as their choice, int32 (num_seqs, 1, K)."""
-    rows = -(-torch.tensor(batch.step_query_lens) // mask.block[0])
-    row = (rows.cumsum(0) - rows)[torch.tensor(batch.seq_ids, dtype=torch.int64)]
-    starts, blocks = torch.tensor(mask.indptr), torch.tensor([*mask.indices, -1])
+    rows = -(-torch.tensor(batch.step_query_lens, device="cpu") // mask.block[0])
+    row = (rows.cumsum(0) - rows)[torch.tensor(batch.seq_ids, dtype=torch.int64, device="cpu")]
+    starts = torch.tensor(mask.indptr, device="cpu")
+    blocks = torch.tensor([*mask.indices, -1], device="cpu")
     first, counts = starts[row], (starts[1:] - starts[:-1])[row]
-    column = torch.arange(max([1, *counts.tolist()]))
+    column = torch.arange(max([1, *counts.tolist()]), device="cpu")
     at = torch.where(column < counts[:, None], first[:, None] + column, len(blocks) - 1)
     ids = blocks[at].sort(1).values
     ids[:, 1:][ids[:, 1:] == ids[:, :-1]] = -1  # a block that is named twice is seen once

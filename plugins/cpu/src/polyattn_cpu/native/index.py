@@ -41,7 +41,7 @@ class NativeIndex(IndexBackend):
         if within is not None:
             within = within.int()
             if not within.numel():  # which has no address, as if all counted
-                within = torch.full((len(frame.query), 1, 1), -1, dtype=torch.int32)
+                within = torch.full((len(frame.query), 1, 1), -1, dtype=torch.int32, device="cpu")
             if within.stride(2) != 1:
                 within = within.contiguous()
         packed, _held = self._packed(plan, frame, within)

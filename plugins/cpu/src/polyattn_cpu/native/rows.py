@@ -152,12 +152,14 @@ def store_problem(format: RowFormat) -> str | None:
 def _levels(format: RowFormat) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return what codes 0 to 15 stand for, by rows whose scales are 1."""
     size = 32
-    row = torch.arange(16, dtype=torch.uint8)[:, None].repeat(1, format.row_bytes(size))
+    codes = torch.arange(16, dtype=torch.uint8, device="cpu")
+    row = codes[:, None].repeat(1, format.row_bytes(size))
     row[:, : size // 2] *= 17
     one = {"int4": [0, 0x3C], "kivi4": [0, 0x3C, 0, 0], "nvfp4": [0x38], "mxfp4": [127]}
     scale = one.get(format.name, [0, 0x3C])
     behind = format.row_bytes(size) - size // 2
-    row[:, size // 2 :] = torch.tensor(scale * (behind // len(scale)), dtype=torch.uint8)
+    scales = scale * (behind // len(scale))
+    row[:, size // 2 :] = torch.tensor(scales, dtype=torch.uint8, device="cpu")
     levels = decoded(row, format, size, turn=False)[:, 0]
     return (levels * (size**0.5 if format.name == "turboquant4" else 1.0)).numpy().copy()
 

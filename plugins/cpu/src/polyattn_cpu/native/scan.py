@@ -59,10 +59,10 @@ class ScanPlan(Plan):
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
-        self.starts = torch.tensor(batch.starts, dtype=torch.int32)
+        self.starts = torch.tensor(batch.starts, dtype=torch.int32, device="cpu")
         self.slots = batch.state_slots
         before = [n - q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
-        self.before = torch.tensor(before, dtype=torch.int32)
+        self.before = torch.tensor(before, dtype=torch.int32, device="cpu")
         self.targets, self.highest = batch.state_targets, -1
         if self.targets is not None:
             self.highest = _highest(batch, self.targets.tolist())

@@ -102,7 +102,7 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
         if spec.mask is not None and max(query_lens) == 1:  # masks that leave none to ask
             rest = {name: t for name, t in inputs.items() if not name.startswith("mask_")}
             mask: CustomMask | BlockSparseMask = CustomMask(
-                torch.ones(len(seq_lens), dtype=torch.bool)
+                torch.ones(len(seq_lens), dtype=torch.bool, device="cpu")
             )
             if spec.mask == "block_sparse":
                 mask = BlockSparseMask.of_pages(_all_pages(seq_lens, 128), 128)

@@ -125,7 +125,7 @@ def table(
         by_head = lists.stride(1) if lists.shape[1] > 1 else 0
         rows[1:] = [lists.data_ptr(), lists.stride(0), by_head]
     rows += traced.addresses(tensors)
-    return torch.tensor(rows, dtype=torch.int64).to(seq_index.device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(seq_index.device)
 
 
 def file_of(text: str) -> Path:
