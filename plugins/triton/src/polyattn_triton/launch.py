@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import reduce
+from math import gcd
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -41,6 +42,19 @@ _log = logging.getLogger("polyattn")
 def launches_early(arch: str) -> bool:
     """Whether a kernel may be scheduled while the one before runs (Hopper's dependent launch)."""
     return arch_matches("sm_90+", arch)
+
+
+def unit_of(strides: Iterable[int]) -> int:
+    """Return the elements that a kernel takes these strides in: what divides all, 8 at most.
+
+    Triton knows of an integer whether it is a multiple of 16, else nothing: heads of 120 elements would
+    be loaded one by one. Of a product with a constant it knows more. 1 where nothing is to be gained.
+    """
+    strides = tuple(strides)
+    common = gcd(*strides)
+    if common % 16 == 0 or max(strides) >= 1 << 31:  # in units these would be of 32 bits
+        return 1
+    return min(8, common & -common)
 
 
 def power(size: int) -> int:

@@ -285,7 +285,7 @@ def decode_kernel(
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
     FEW: tl.constexpr, SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
     TURNS_AT: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
-    LONG: tl.constexpr, PRECISION: tl.constexpr,
+    LONG: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -297,9 +297,13 @@ def decode_kernel(
     `LONG`: keys from which on a sequence's pieces are longer; 0: all are as WORK says.
     `PRECISION`: of products of float32.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
+    `UNIT`: elements that the strides count in (`unit_of`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
+    q_t, q_h, o_t, o_h = q_t * UNIT, q_h * UNIT, o_t * UNIT, o_h * UNIT
+    k_b, k_t, k_h = k_b * UNIT, k_t * UNIT, k_h * UNIT
+    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)

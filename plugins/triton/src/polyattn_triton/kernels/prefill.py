@@ -325,6 +325,7 @@ def prefill_kernel(
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
     ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
     BY_ROW: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
@@ -332,8 +333,12 @@ def prefill_kernel(
     heads), whose stretches WORK holds, and `merge_kernel` merges. `KEY_STARTS`: where sequences'
     packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`). `EIGHT`: queries,
     keys and values that come in e4m3 are multiplied in it, and weights rounded to it. `BY_ROW`: a row's
-    bits follow from no other row: an uncut tile's are rounded as if it were merged, too.
+    bits follow from no other row: an uncut tile's are rounded as if it were merged, too. `UNIT`: elements
+    that the strides count in (`unit_of`).
     """
+    q_t, q_h, o_t, o_h = q_t * UNIT, q_h * UNIT, o_t * UNIT, o_h * UNIT
+    k_b, k_t, k_h = k_b * UNIT, k_t * UNIT, k_h * UNIT
+    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
