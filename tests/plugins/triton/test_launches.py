@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from polyattn_triton.launch import unit_of
+
 
 class FakeVariant:
     """A compiled variant that writes down its launches, by either way."""
@@ -118,3 +120,11 @@ def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> N
         site((1, 1, 1), (There(),), (), ())  # type: ignore[arg-type]
     assert used == [1] and [args[3] for args in kernel.variant.launched] == [(1, 1)]
     assert current == [0]
+
+
+def test_strides_are_in_units_of_what_divides_them() -> None:
+    assert unit_of((4096, 128, 16384, 1024, 0)) == 1  # multiples of 16 already
+    assert unit_of((480, 120, 1920, 120)) == 8
+    assert unit_of((36, 12)) == 4 and unit_of((7, 21)) == 1
+    assert unit_of((0, 0)) == 1
+    assert unit_of((120, 120 << 25)) == 1  # a unit's number would be of 32 bits, and overflow

@@ -56,6 +56,14 @@ def test_merges_let_only_merges_be_scheduled(level: str) -> None:
     assert all("griddepcontrol.wait" in code for code in codes)
 
 
+@pytest.mark.parametrize("phase", ["split", "paged"])
+def test_heads_of_120_are_loaded_by_16_bytes(phase: str) -> None:
+    """Each head's address is a multiple of 8 elements, which Triton can't see in its stride."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=120)
+    code = compile_phase(spec, "sm_90", phase).asm["ptx"]
+    assert "cp.async.cg.shared.global" in code and "ld.global.b16" not in code
+
+
 def test_no_step_of_a_decode_waits_for_blocks() -> None:
     """Blocks that ptxas knows to be a warp's go to uniform registers as soon as they are loaded.
 
