@@ -108,7 +108,9 @@ def test_no_backend_of_the_kind_says_what_to_install() -> None:
         choose(*ALL, device=resolve_device("mi300x"))
     from polyattn.spec.recurrent import RecurrentSpec
 
-    mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16))
+    mamba = LayerSpec(
+        kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16)
+    )
     with pytest.raises(SelectionError) as caught:
         choose(*ALL, spec=mamba)
     assert "none is for mamba2" in str(caught.value) and "pip install" not in str(caught.value)
@@ -208,7 +210,9 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
         kind="mla", num_heads=8, head_size=192, v_head_size=128,
         latent=LatentSpec(rank=512, rope_head_size=64),
     )  # fmt: skip
-    mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16))
+    mamba = LayerSpec(
+        kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16)
+    )
     claims = LATENT.capabilities.features | {"v_head_size"}
     able = backend(
         "LATENT", kinds=LATENT.capabilities.kinds, features=claims, phases=frozenset({"decode"})
@@ -226,7 +230,9 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
 def test_a_bare_name_from_the_environment_leaves_other_families_alone_and_says_so() -> None:
     from polyattn.spec.recurrent import RecurrentSpec
 
-    mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16))
+    mamba = LayerSpec(
+        kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec(state_size=16)
+    )
     settings = Settings(sources=(parse_overrides("GENERAL", "POLYATTN_BACKEND"),))
     decision = choose(GENERAL, MAMBA, spec=mamba, settings=settings)
     assert decision.decode == "MAMBA"
