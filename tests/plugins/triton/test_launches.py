@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from polyattn_triton.launch import unit_of
+from polyattn_triton.launch import in_units
 
 
 class FakeVariant:
@@ -123,8 +123,13 @@ def test_a_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_strides_are_in_units_of_what_divides_them() -> None:
-    assert unit_of((4096, 128, 16384, 1024, 0)) == 1  # multiples of 16 already
-    assert unit_of((480, 120, 1920, 120)) == 8
-    assert unit_of((36, 12)) == 4 and unit_of((7, 21)) == 1
-    assert unit_of((0, 0)) == 1
-    assert unit_of((120, 120 << 25)) == 1  # a unit's number would be of 32 bits, and overflow
+    def unit(*strides: int) -> int:
+        counts, unit = in_units(strides)
+        assert tuple(unit * count for count in counts) == strides
+        return unit
+
+    assert unit(4096, 128, 16384, 1024, 0) == 1  # multiples of 16 already
+    assert unit(480, 120, 1920, 120) == 8
+    assert unit(36, 12) == 4 and unit(7, 21) == 1
+    assert unit(0, 0) == 1
+    assert unit(120, 120 << 25) == 1  # a unit's number would be of 32 bits, and overflow

@@ -56,7 +56,7 @@ def test_merges_let_only_merges_be_scheduled(level: str) -> None:
     assert all("griddepcontrol.wait" in code for code in codes)
 
 
-@pytest.mark.parametrize("phase", ["split", "paged"])
+@pytest.mark.parametrize("phase", ["split", "paged", "prefix low"])
 def test_heads_of_120_are_loaded_by_16_bytes(phase: str) -> None:
     """Each head's address is a multiple of 8 elements, which Triton can't see in its stride."""
     spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=120)

@@ -43,7 +43,7 @@ from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.turned import turn_kernel
-from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, load, power, unit_of
+from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, in_units, load, power
 from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -587,11 +587,10 @@ def _site(
     """
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
-    ints = (*q[:2], *kept, *out[:2])
-    unit = unit_of(ints)
+    ints, unit = in_units((*q[:2], *kept, *out[:2]))
     return Site(
         kernel,
-        tuple([i // unit for i in ints]),
+        ints,
         (*constants, unit),
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
         | ({} if fused else UNFUSED),

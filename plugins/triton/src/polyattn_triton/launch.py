@@ -44,17 +44,17 @@ def launches_early(arch: str) -> bool:
     return arch_matches("sm_90+", arch)
 
 
-def unit_of(strides: Iterable[int]) -> int:
-    """Return the elements that a kernel takes these strides in: what divides all, 8 at most.
+def in_units(strides: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return strides in units of some elements, and these: what divides all strides, 8 at most.
 
     Triton knows of an integer whether it is a multiple of 16, else nothing: heads of 120 elements would
     be loaded one by one. Of a product with a constant it knows more. 1 where nothing is to be gained.
     """
-    strides = tuple(strides)
     common = gcd(*strides)
     if common % 16 == 0 or max(strides) >= 1 << 31:  # in units these would be of 32 bits
-        return 1
-    return min(8, common & -common)
+        return strides, 1
+    unit = min(8, common & -common)
+    return tuple([stride // unit for stride in strides]), unit
 
 
 def power(size: int) -> int:

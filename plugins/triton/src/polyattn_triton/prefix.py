@@ -12,7 +12,16 @@ from torch import Tensor
 from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
-from polyattn_triton.launch import Kept, Site, Workspace, fitting, launches_early, power, to_device
+from polyattn_triton.launch import (
+    Kept,
+    Site,
+    Workspace,
+    fitting,
+    in_units,
+    launches_early,
+    power,
+    to_device,
+)
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,
@@ -165,10 +174,11 @@ class PrefixLauncher:
                 NO_ROWS if read is None else read.constants(apart=False),
                 plan.several,
             )
+            ints, unit = in_units((*step.query.stride()[:2], *key[:3], *value[:3]))
             site = self._sites[which] = Site(
                 prefix_kernel,
-                (*step.query.stride()[:2], *key[:3], *value[:3]),
-                constants,
+                ints,
+                (*constants, unit),
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
         scale, _, soft_cap = step.factors

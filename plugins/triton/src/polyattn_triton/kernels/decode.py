@@ -297,7 +297,7 @@ def decode_kernel(
     `LONG`: keys from which on a sequence's pieces are longer; 0: all are as WORK says.
     `PRECISION`: of products of float32.
     `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
-    `UNIT`: elements that the strides count in (`unit_of`).
+    `UNIT`: elements that the strides count in (`in_units`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()

@@ -334,7 +334,7 @@ def prefill_kernel(
     packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`). `EIGHT`: queries,
     keys and values that come in e4m3 are multiplied in it, and weights rounded to it. `BY_ROW`: a row's
     bits follow from no other row: an uncut tile's are rounded as if it were merged, too. `UNIT`: elements
-    that the strides count in (`unit_of`).
+    that the strides count in (`in_units`).
     """
     q_t, q_h, o_t, o_h = q_t * UNIT, q_h * UNIT, o_t * UNIT, o_h * UNIT
     k_b, k_t, k_h = k_b * UNIT, k_t * UNIT, k_h * UNIT

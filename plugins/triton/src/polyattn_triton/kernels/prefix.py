@@ -159,15 +159,18 @@ def prefix_kernel(
     BLOCK_DV: tl.constexpr, SMALL: tl.constexpr, TALL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr, EARLY: tl.constexpr,
     SCALES: tl.constexpr, READ_K: tl.constexpr, READ_V: tl.constexpr, ROWS_WAY: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """The pieces that WORK has for this program. Grid: (programs, KV heads).
 
     `bounds`: where WORK says which pieces are whose; `places`: and where tokens are in their sequences.
     `part_rows`: of all parts of a KV head. `CAUSAL`: sequences have several tokens.
+    `UNIT`: elements that the strides count in (`in_units`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
+    q_t, q_h, k_b, k_t, k_h = q_t * UNIT, q_h * UNIT, k_b * UNIT, k_t * UNIT, k_h * UNIT
+    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
     kv_head = tl.program_id(1)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     mine = WORK + bounds + tl.program_id(0)
