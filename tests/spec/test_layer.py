@@ -157,6 +157,10 @@ def test_config_object_and_nested_text_config() -> None:
             "recurrent.state_size=0: a mamba2 layer",
         ),
         (
+            {"kind": "mamba2", "scale": 0.5, "recurrent": RecurrentSpec(state_size=8)},
+            "scale=0.5: a mamba2 layer multiplies nothing by it",
+        ),
+        (
             {"kind": "mamba2", "recurrent": RecurrentSpec(state_size=8, qk_norm=True)},
             "recurrent.qk_norm=True: mamba2 has none",
         ),

@@ -631,7 +631,8 @@ def _check_family(spec: LayerSpec) -> None:
     if spec.indexer is not None:
         _check_indexer(spec, spec.indexer)
     if spec.recurrent is not None:
-        spec.recurrent.check_within(kind, spec.num_heads, spec.dtype, spec.variant)
+        scale = None if spec.scale == 1.0 / math.sqrt(spec.head_size) else spec.scale
+        spec.recurrent.check_within(kind, spec.num_heads, spec.dtype, spec.variant, scale)
     if not kind.is_grouped and spec.num_kv_heads != spec.num_heads:
         raise SpecError(
             f"num_kv_heads={spec.num_kv_heads}: {kind.value} has no groups; leave it out, or set it to "

@@ -9,6 +9,8 @@ from polyattn.spec.fields import short_repr
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
 DELTA_RULES = frozenset({AttentionKind.GDN, AttentionKind.KDA})
+SCALED = DELTA_RULES | {AttentionKind.LINEAR, AttentionKind.RWKV6, AttentionKind.RWKV7}
+"""Kinds whose output is multiplied by `LayerSpec.scale`."""
 STATE_DTYPES = ("auto", "bfloat16", "float16")
 
 
@@ -84,7 +86,12 @@ class RecurrentSpec:
         return frozenset(name for name, asked in asks.items() if asked)
 
     def check_within(
-        self, kind: AttentionKind, num_heads: int, dtype: str, variant: str | None = None
+        self,
+        kind: AttentionKind,
+        num_heads: int,
+        dtype: str,
+        variant: str | None = None,
+        scale: float | None = None,
     ) -> None:
         """Check the options that only some kinds have.
 
@@ -93,6 +100,7 @@ class RecurrentSpec:
             num_heads: the layer's; of Mamba-1 its channels.
             dtype: the layer's.
             variant: the layer's.
+            scale: the layer's, None for the default.
 
         Raises:
             SpecError: an option isn't one of this kind.
@@ -102,6 +110,10 @@ class RecurrentSpec:
         mamba = mamba1 or kind is AttentionKind.MAMBA2
         if mamba and not self.state_size:
             raise SpecError(f"recurrent.state_size=0: a {kind.value} layer needs a positive number")
+        if scale is not None and kind not in SCALED:
+            raise SpecError(
+                f"scale={scale}: a {kind.value} layer multiplies nothing by it; leave it out"
+            )
         if self.qk_norm and kind not in DELTA_RULES:
             raise SpecError(
                 f"recurrent.qk_norm=True: {kind.value} has none; only delta rules have one, kinds 'gdn' "
