@@ -113,13 +113,15 @@ def test_keys_are_counted_to_the_window_of_each_row() -> None:
 @pytest.mark.parametrize(
     ("changes", "lens", "loser"),
     [
-        # us: TRITON_ATTN 2,194, FLASH_ATTN_V3 1,185; TRITON_ATTN 293, TORCH_SDPA 120.
+        # us: TRITON_ATTN 2,194, FLASH_ATTN_V3 1,185; TRITON_ATTN 1,397, CUDNN_ATTENTION 995;
+        # TRITON_ATTN 20, TORCH_SDPA 46.
         (
             {"num_heads": 16, "head_size": 256, "sliding_window": 4096, "logit_soft_cap": 50.0},
             [105, 4000, 6000, 8000, 9275],
             "TRITON_ATTN",
         ),
-        ({"head_size": 120}, [1486, 1486], "TRITON_ATTN"),
+        ({"head_size": 120}, [1817] * 15, "TRITON_ATTN"),
+        ({"head_size": 120}, [153, 307], "TORCH_SDPA"),
     ],
 )
 def test_an_h200s_slow_kernels_are_left(
@@ -128,4 +130,6 @@ def test_an_h200s_slow_kernels_are_left(
     size = changes["head_size"]
     choice = step_choice(select(SPEC.replace(**changes, v_head_size=size), "h200"))
     assert choice is not None
-    assert [call.name == loser for call in choice.calls(lens, lens)] == [False]
+    (call,) = choice.calls(lens, lens)
+    assert call.name != loser  # a backend of which no times are known is never left for others
+    assert call.times[loser] > min(call.times.values())
