@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from polyattn import LayerSpec, SparseSpec
 from polyattn.kernel import IndexerSpec, RecurrentSpec
-from suites.sparse import MINIMAX, QWEN
+from suites.sparse import MINIMAX, QWEN, V4_ROWS
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
@@ -64,6 +64,7 @@ SPARSE: dict[str, tuple[LayerSpec, Literal["NHD", "HND"]]] = {
     "MSA HND": (MINIMAX, "HND"),
     "QSA NHD": (QWEN, "NHD"),
     "QSA HND": (QWEN, "HND"),
+    "V4": (V4_ROWS, "NHD"),
 } | {
     f"{rows} rows, {keys} keys in pages of {page} {layout}": (_pages(rows, page, keys), layout)
     for layout in ("NHD", "HND")
@@ -310,7 +311,7 @@ class Visit:
         ratio = spec.num_heads // spec.num_kv_heads
         for n in (0, 4096, 16384):
             calls[f"rows {n}"] = partial(self.native.read_runs, runs, size, n, 0)
-            if self.isa != "amx":
+            if self.isa != "amx" and ratio <= 16:
                 calls[f"products {n}"] = partial(self.native.read_runs, runs, size, n, ratio)
         calls["mm"] = multiply
         calls["team"] = partial(self.native.read_runs, runs[: torch.get_num_threads()], 256, 0, 0)
@@ -348,8 +349,8 @@ class Visit:
         for stored in (cache.key, cache.value):
             stored[:] = torch.randn_like(stored[:1])
         table = torch.randperm(len(cache.key)).int().view(seqs, -1)
-        lens = [1] * seqs, [length] * seqs
-        batch, near = (Batch.from_lens(*lens, x, block) for x in (table, torch.zeros_like(table)))
+        lens = list(range(seqs + 1)), [length * part.tokens_per_entry] * seqs
+        batch, near = (Batch(*lens, x) for x in (table, torch.zeros_like(table)))
         step, idle, hot = (layer.group.plan(each) for each in (batch, batch, near))
         query = torch.randn(seqs, spec.num_heads, spec.head_size).bfloat16()
         inputs = query, None, None, cache
@@ -376,13 +377,10 @@ class Visit:
         if by_token == heads * width:
             tokens, inside = 1, inside[:1]
         at = (piece.table.long()[:, :, None] * unit + inside).flatten(1) * view.key.itemsize
-        both = [at + stored.data_ptr() for stored in (view.key, view.value)]
-        runs = self.torch.cat(both, 1).flatten()
-        return runs, len(piece.lens) * self._row_bytes(view) * int(piece.lens[0]) // len(runs)
-
-    @staticmethod
-    def _row_bytes(view: Any) -> int:
-        return (view.key[0, 0].numel() + view.value[0, 0].numel()) * view.key.itemsize
+        stored = (view.key,) if view.value_in_key else (view.key, view.value)
+        runs = self.torch.cat([at + part.data_ptr() for part in stored], 1).flatten()
+        row = sum(part[0, 0].numel() for part in stored) * view.key.itemsize
+        return runs, len(piece.lens) * row * int(piece.lens[0]) // len(runs)
 
     def levels(self) -> None:
         """What the first level of `batch_invariant` takes beside none: suites' rows, in turns."""

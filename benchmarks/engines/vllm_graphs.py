@@ -135,7 +135,13 @@ def replayed(
     builder, captured, each = runner.builder, {}, 1 + drafts
     for size in (8, 4):
         empty = torch.zeros(size, 1, dtype=torch.int32)
-        step = builder.build_for_cudagraph_capture(runner.step([each] * size, size, empty, each))
+        first = runner.step([each] * size, size, empty, each)
+        # Without graphs a layer goes by its lengths, of which a captured step has bounds.
+        step = (
+            builder.build_for_cudagraph_capture(first)
+            if DEVICE == "cuda"
+            else builder.build(0, first)
+        )
         query = torch.zeros(size * each, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
         captured[size] = Captured(partial(runner.attend, query, step)), query
     error, backends = 0.0, next(iter(builder.groups.values())).selection.decision.summary()

@@ -311,7 +311,8 @@ class LayerGroup:
                 "key_starts are for keys that are passed whole; the block table says where cached ones "
                 "are, so leave them out"
             )
-        check_bounds(self.spec, batch)
+        if batch.lens_are_bounds:
+            check_bounds(self.spec, batch)
         if batch.mask is not None or self.spec.mask is not None:
             check_step_mask(self.spec, batch)
         self.planner.check(batch)

@@ -33,12 +33,12 @@ def check_positions(batch: Batch, axes: int) -> None:
 
 
 def check_bounds(spec: LayerSpec, batch: Batch) -> None:
-    """Check that a layer of keys that goes by the host's lengths gets no bounds. Raises `BatchError`.
+    """Check that a layer of keys that goes by the host's lengths gets none that are bounds.
 
-    On a CPU alone, where the buffer's lengths cost nothing to read.
+    On a CPU alone, where the buffer's lengths cost nothing to read. Raises `BatchError`.
     """
     bounded = spec.length_bounds or spec.graph_capture or spec.kind.is_recurrent
-    if bounded or not batch.lens_are_bounds or batch.seq_lens.device.type != "cpu":
+    if bounded or batch.seq_lens.device.type != "cpu":
         return
     for index, (most, length) in enumerate(zip(batch.lens, batch.seq_lens.tolist(), strict=False)):
         if most != length:
