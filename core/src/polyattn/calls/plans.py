@@ -14,10 +14,9 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.registry.discovery import generation
-from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import check_has_address, refuse_gradients
+from polyattn.runtime.inputs import check_parameter, refuse_gradients
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import Settings, current_settings
@@ -229,11 +228,7 @@ def run_plan(
     lse = None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-    try:
-        return step.call(query, key, value, cache, params, None, lse), lse
-    except Exception as error:
-        blame(error, step)
-        raise
+    return step.call(query, key, value, cache, params, None, lse), lse
 
 
 PLAIN = LayerParams()
@@ -262,7 +257,5 @@ def _per_head(
     if tensor is None:
         return None
     refuse_gradients(**{name: tensor})
-    check_has_address(name, tensor)
-    if tensor.is_complex():
-        raise BatchError(f"{name} is {tensor.dtype}; it must be real")
+    check_parameter(name, tensor)
     return tensor.detach().to(like.device, torch.float32).contiguous()

@@ -24,6 +24,7 @@ from polyattn.errors import BatchError, CacheError, PluginError, SpecError, desc
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.runtime.backend import Backend, StoreBackend
+from polyattn.runtime.blame import blame
 from polyattn.runtime.builds import Builds
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
@@ -136,14 +137,18 @@ class StepPlan:
         cache = frame.cache
         if cache is not None and self._num_blocks > cache.num_blocks:
             self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
-        for rows, run in self._program:
-            if rows is None:
-                run(frame)
-                continue
-            part = frame.part(rows)
-            run(part)
-            if isinstance(rows, Tensor):
-                frame.put(rows, part)
+        try:
+            for rows, run in self._program:
+                if rows is None:
+                    run(frame)
+                    continue
+                part = frame.part(rows)
+                run(part)
+                if isinstance(rows, Tensor):
+                    frame.put(rows, part)
+        except Exception as error:
+            blame(error, self)
+            raise
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
@@ -416,7 +421,12 @@ class LayerGroup:
         return backend
 
     def candidate(
-        self, phase: str, info: BackendInfo, base: type[BackendT], later: bool = False
+        self,
+        phase: str,
+        info: BackendInfo,
+        base: type[BackendT],
+        later: bool = False,
+        spec: LayerSpec | None = None,
     ) -> BackendT | None:
         """Return a backend that competes for steps; None, with a warning, if it can't be loaded.
 
@@ -425,12 +435,14 @@ class LayerGroup:
             info: the backend.
             base: the class that it must be of.
             later: whether it may be built in the background.
+            spec: without a cache; None: the layer's, over its own.
 
         """
+        cache = self.kernel_format(info) if spec is None else None
         try:
-            return self.load(phase, info, base, cache=self.kernel_format(info), later=later)
+            return self.load(phase, info, base, spec, cache, later)
         except PluginError as error:
-            log.warning("%s does not compete for %s: %s", info.name, self.spec, error)
+            log.warning("%s does not compete for %s: %s", info.name, spec or self.spec, error)
             return None
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:

@@ -74,6 +74,16 @@ def check_has_address(name: str, tensor: Tensor, error: type[PolyattnError] = Ba
         )
 
 
+def check_parameter(name: str, tensor: Tensor, error: type[PolyattnError] = BatchError) -> None:
+    """Refuse a parameter without an address or of complex numbers. Raises `BatchError`, or `error`.
+
+    A conversion to kernels' dtypes would drop the imaginary part.
+    """
+    check_has_address(name, tensor, error)
+    if tensor.is_complex():
+        raise error(f"{name} is {tensor.dtype}; it must be real")
+
+
 def check_is_real(name: str, tensor: Tensor) -> None:
     """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
     if tensor.device.type == "meta":  # not is_meta, which is true of torchax's tensors too

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from polyattn.errors import BatchError, SpecError, flag
-from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import output_dtype
 from polyattn.runtime.graphs import torch_compile
@@ -285,11 +284,7 @@ class ChoosingLayer(Layer):
         query = side_by_side(query)
         frame = Frame(query, key, value, cache, self.params, out, lse, choice, fresh)
         with own_precision(self.group.device_type):
-            try:
-                step.run(frame)
-            except Exception as error:
-                blame(error, step)
-                raise
+            step.run(frame)
         return frame.out
 
     def _check_values(self, batch: Batch, cache: KVCache, choice: Tensor | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import SpecError, shown
-from polyattn.runtime.inputs import check_has_address
+from polyattn.runtime.inputs import check_parameter
 from polyattn.spec.layer import LayerSpec
 
 
@@ -107,9 +107,7 @@ def check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:
     """Check that a layer's parameter is a real tensor of this shape. Raises `SpecError`."""
     if not isinstance(value, Tensor):
         raise SpecError(f"{name}={shown(value)} must be a tensor of shape {shape}")
-    check_has_address(name, value, SpecError)
-    if value.is_complex():  # kernels' dtypes would drop the imaginary part
-        raise SpecError(f"{name} is {value.dtype}; it must be real")
+    check_parameter(name, value, SpecError)
     if value.shape != shape:
         raise SpecError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
 

@@ -246,9 +246,8 @@ def _apart(step: Step, processors: int) -> Counts:
     if step.seen is None:
         ends = ended(costs, processors, heads)
     else:  # dealt out as if there were no window
-        planned = Step(step.spec, queries, lens, None, step.tokens, step.most).tiles(1, high, PAGE)[
-            2
-        ]
+        plain = Step(step.spec, queries, lens, None, step.tokens, step.most)
+        planned = plain.tiles(1, high, PAGE)[2]
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
@@ -317,10 +316,10 @@ def _whole(step: Step, processors: int) -> Counts:
     limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
     kind, copied = "chunked" if step.most <= SHORT else "", 0
-    if step.narrow:
-        kind, copied = (
-            ("prefill", heads * total(step.near) // processors) if own else ("chunked", 0)
-        )
+    if step.narrow and own:
+        kind, copied = "prefill", heads * total(step.near) // processors
+    elif step.narrow:
+        kind = "chunked"
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)

@@ -19,7 +19,6 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
-from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
@@ -207,10 +206,8 @@ class Attention(Layer):
         params = self.params if self._reads else self._params
         try:
             out = step.call(query, key, value, cache, params, out, lse)
-        except Exception as error:
-            if isinstance(error, RuntimeError):  # torch's own words on a tensor that has no address
-                check_is_real("query", query)
-            blame(error, step)
+        except RuntimeError:  # torch's own words on a tensor that has no address
+            check_is_real("query", query)
             raise
         if self._seals and capturing(query):
             self.scales.captured = True
@@ -231,11 +228,7 @@ class Attention(Layer):
         query, key, value = inputs
         assert query is not None
         self._check(step, query, key, value, cache, out)
-        try:
-            step.call(query, key, value, cache, self.params, out, lse)
-        except Exception as error:
-            blame(error, step)
-            raise
+        step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):
             self.scales.captured = True
         return out

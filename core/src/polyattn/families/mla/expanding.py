@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-from polyattn.errors import PluginError
 from polyattn.families.attention.planning import Candidate
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.prediction import Predictor
 from polyattn.spec.decompose import expanded
-
-log = logging.getLogger("polyattn")
 
 
 class ExpandedChooser:
@@ -35,12 +31,9 @@ class ExpandedChooser:
         among = dict(selection.candidates)["prefill"] if info.name in known else ()
         for other in () if group.spec.batch_invariant else among:
             if other.name in known and other.name not in self.candidates:
-                try:
-                    loaded = group.load("prefill", other, AttentionBackend, spec, later=True)
-                except PluginError as error:
-                    log.warning("%s does not compete for %s: %s", other.name, spec, error)
-                    continue
-                self.candidates[other.name] = Candidate(other, loaded)
+                loaded = group.candidate("prefill", other, AttentionBackend, True, spec)
+                if loaded is not None:
+                    self.candidates[other.name] = Candidate(other, loaded)
         self.predictor = Predictor(spec, models)
 
     def fastest(self, queries: Sequence[int]) -> Candidate:

@@ -195,9 +195,8 @@ class LatentAttention(ChoosingLayer):
         return (tokens, spec.num_heads, width), (tokens, part.rank), (tokens, part.rope_head_size)
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        with own_precision(
-            self.group.device_type
-        ):  # autocast refuses to join other halves than its own
+        # Autocast refuses to join other halves than its own.
+        with own_precision(self.group.device_type):
             entry = torch.cat([key, value], dim=1)[:, None]
         assert self.spec.latent is not None
         return entry, entry[..., : self.spec.latent.rank]

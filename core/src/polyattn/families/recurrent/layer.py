@@ -9,7 +9,6 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.families.recurrent.planning import RecurrentStep
-from polyattn.runtime.blame import blame
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.group import LayerGroup, StepPlan
@@ -168,11 +167,7 @@ class Recurrent(Layer):
             check_state_slots(step.batch, cache.num_slots)
         with own_precision(self.group.device_type):
             frame = RecurrentFrame(named, self.params, cache.data, out, fresh)
-            try:
-                step.run(frame)
-            except Exception as error:
-                blame(error, step)
-                raise
+            step.run(frame)
         return frame.out
 
     def _named(self, inputs: Sequence[Tensor | None], tokens: int) -> dict[str, Tensor]:
