@@ -139,6 +139,7 @@ def test_publishers_own_fields_say_what_the_type_does(model_type: str) -> None:
         ),
         ("qwen3_5_text", {"attn_output_gate": False}),
         ("qwen3_5_text", {"partial_rotary_factor": 0.5}),
+        ("tapas", {"is_decoder": True}),
     ],
 )
 def test_publishers_own_fields_that_say_otherwise_are_refused(

@@ -47,6 +47,12 @@ def roformer_rope(cfg: Config, size: int) -> RopeSpec:
     return RopeSpec(pairing="gptj", rotary_size=size)
 
 
+def tapas(cfg: Config) -> Towers:
+    """BERT's layers; TAPAS' modules see every token with `is_decoder`, too."""
+    cfg.only("is_decoder", False)
+    return encoder()(cfg)
+
+
 def big_bird(cfg: Config) -> Stack | Towers:
     """BERT's layers, or a mask of blocks that are drawn at random."""
     if cfg.get("attention_type") == "original_full":
@@ -195,10 +201,11 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
          "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie",
-         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod", "ibert", "tapas"),
+         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod", "ibert"),
         encoder(),
     ),
     "roformer": encoder(rope=roformer_rope),
+    "tapas": tapas,
     "big_bird": big_bird,
     **dict.fromkeys(("xlm", "flaubert"), xlm),
     "git": git,
