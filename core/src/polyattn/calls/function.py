@@ -44,7 +44,7 @@ def attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-def attention(
+def attention(  # type: ignore[misc]  # the LSE's signatures take the first one's options
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None,
     scale: float | None = None, sliding_window: int | None = None, window_right: int | None = None,
     chunk_size: int | None = None, sink_tokens: int = 0, logit_soft_cap: float | None = None,
