@@ -430,6 +430,7 @@ def test_a_layer_with_an_indexer_needs_its_choice_beyond_the_budget() -> None:
     spec = layer_for(INDEXERS["tokens"], "float32")
     layer = SparseAttention(select(spec, "cpu"))
     cache, table = layer.group.allocate_cache(4), torch.arange(4, dtype=torch.int32)[None]
+    cache.key.normal_(), cache.value.normal_()
     tensors = torch.randn(3, 1, spec.num_heads, spec.head_size).unbind(0)
     tensors = tensors[0], *(each[:, : spec.num_kv_heads] for each in tensors[1:])
     budget = spec.sparse.budget
