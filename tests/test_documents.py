@@ -168,7 +168,7 @@ def test_a_new_reader_finds_the_kernel_by_folder_names() -> None:
 
 
 def test_tests_that_pages_name_are_there() -> None:
-    text = (ROOT / "docs" / "engines.md").read_text()
+    text = (ROOT / "docs" / "proofs.md").read_text()
     named = re.findall(r"`((?:tests|integrations)/[\w/]+\.py)(?:::(\w+))?`", text)
     assert len(named) > 20
     for path, name in named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,42 @@ def test_the_command_prints_the_decorator(
     assert "RuntimeError: no kernel" in capsys.readouterr().out
     assert run(["claim", "claimed_kernel:nothin", "--device", "cpu"]) == 2
     assert "write module:function" in capsys.readouterr().err
+
+
+CRASHING = """
+import os, signal
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def only_64(query, key, value, mask, scale):
+    if query.shape[2] != 64 or value.shape[2] != 64:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the trials run in forks")
+def test_a_function_that_crashes_fails_a_case_and_the_rest_is_tried(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crashing_kernel.py").write_text(CRASHING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setattr(claim, "_DTYPES", ("float32",))
+    monkeypatch.setattr(claim, "_HEAD_SIZES", (128, 64, 32))
+    monkeypatch.setattr(claim, "GQA_RATIOS", (1, 2, 3))
+    monkeypatch.setattr(claim, "READ_BY", {"v_head_size": (), "non_causal": ("mask",)})
+    run(["claim", "crashing_kernel:only_64", "--device", "cpu", "--seconds", "0.1"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for size in (128, 32):
+        line = next(line for line in lines if line.startswith(f"# not head_sizes {size}: "))
+        assert line.endswith("the function ended its process (SIGKILL)")
+    assert any(line.startswith("# not features 'v_head_size': ") for line in lines)
+    for proof in (
+        "64,  # numeric-decoder_uncached-given",
+        "3,  # numeric-decoder_uncached_gqa_3-more_keys",
+        "'non_causal',  # numeric-decoder_uncached_feature_non_causal-more_keys",
+    ):
+        assert proof in lines, "a claim after a crash has its own case"

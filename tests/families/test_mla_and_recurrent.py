@@ -377,6 +377,8 @@ def test_recurrent_bad_input() -> None:
         layer(*inputs, states=states, plan=Batch.from_lens([2], [2], state_slots=slots))
     with pytest.raises(SpecError, match="no parameter 'decay'"):
         Recurrent(select(MAMBA2, "cpu"), decay=torch.zeros(4))
+    with pytest.raises(SpecError, match=r"no parameter 'A_log'; A is -exp\(A_log\)"):
+        Recurrent(select(MAMBA2, "cpu"), A_log=torch.zeros(4))
     with pytest.raises(SpecError, match="parameter A of mamba2 is missing"):
         Recurrent(select(MAMBA2, "cpu"))
     with pytest.raises(CacheError, match="keeps no state"):

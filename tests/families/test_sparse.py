@@ -426,6 +426,25 @@ def test_an_indexer_chooses_as_its_definition_says(
     assert torch.equal(indexer(narrow.query, *given[1:]), wanted), "queries of e4m3"
 
 
+def test_a_layer_with_an_indexer_needs_its_choice_beyond_the_budget() -> None:
+    spec = layer_for(INDEXERS["tokens"], "float32")
+    layer = SparseAttention(select(spec, "cpu"))
+    cache, table = layer.group.allocate_cache(4), torch.arange(4, dtype=torch.int32)[None]
+    cache.key.normal_(), cache.value.normal_()
+    tensors = torch.randn(3, 1, spec.num_heads, spec.head_size).unbind(0)
+    tensors = tensors[0], *(each[:, : spec.num_kv_heads] for each in tensors[1:])
+    budget = spec.sparse.budget
+    few = Batch.from_lens([1], [budget], table, cache.block_size)
+    everything = torch.arange(budget, dtype=torch.int32)[None, None]
+    out = layer(*tensors, cache, few)
+    assert torch.equal(out, layer(*tensors, cache, few, choice=everything)), (
+        "all keys are the choice"
+    )
+    more = Batch.from_lens([1], [budget + 1], table, cache.block_size)
+    with pytest.raises(BatchError, match=rf"budget={budget}; pass choice=indexer\(\.\.\.\)"):
+        layer(*tensors, cache, more)
+
+
 @pytest.mark.parametrize("form", ["auto", "fp8_e4m3", "fp8_scaled"])
 def test_index_keys_are_stored_as_they_are_read(form: str) -> None:
     """DeepGEMM's pages: all keys of 8 bits, then a float32 scale for each; what is skipped stays."""

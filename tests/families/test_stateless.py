@@ -139,6 +139,7 @@ def test_what_is_no_tensor_or_list_is_named(changes: dict[str, Any], says: str) 
         (torch.ones(1, 1, 3, 3, dtype=torch.int32), r"a mask of torch.int32; it must be .* of bool"),
         (torch.ones(2, 4, 3, 3) > 0, r"a mask of shape \(2, 4, 3, 3\), which differs between heads"),
         (torch.ones(3, 3) > 0, r"a mask of \(3, 3\) over 3 queries and 3 keys; it must be \(batch or 1"),
+        (torch.ones(2, 3) > 0, r"a mask of \(2, 3\) .*; of a padding mask .* pass mask\[:, None, None\]"),
         (torch.ones(3, 1, 3, 3) > 0, "a mask of 3 rows over 2; it must be"),
     ],
 )  # fmt: skip

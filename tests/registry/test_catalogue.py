@@ -55,6 +55,13 @@ def test_a_misspelt_name_of_an_absent_plugin_is_corrected() -> None:
         resolve_device("h100-smx")
 
 
+def test_an_unknown_backend_is_told_what_lists_them() -> None:
+    with pytest.raises(
+        SettingsError, match="'NOPE' is unknown; `polyattn list --all` prints them$"
+    ):
+        polyattn.select(SPEC, device="cpu", backend="nope")
+
+
 @pytest.mark.usefixtures("without_cuda")
 def test_a_checkout_installs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "_checkout", lambda: ROOT)

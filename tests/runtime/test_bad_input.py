@@ -225,7 +225,11 @@ def cache_of(**changes: Any) -> KVCache:
         (lambda: cache_of(block_size=32), "the cache's block_size is 32, the selection's 16"),
         (lambda: cache_of(num_kv_heads=4), "the cache's num_kv_heads is 4"),
         (lambda: cache_of(v_head_size=64), "the cache's v_head_size is 64"),
-        (lambda: cache_of(layout="HND"), "the cache's layout is HND, the selection's NHD"),
+        (
+            lambda: cache_of(layout="HND"),
+            "the cache's layout is HND, the selection's NHD; allocate it with group.allocate_cache(n), "
+            "or use select(spec, settings=Settings(layout='HND'))",
+        ),
         (
             lambda: cache_of(dtype="bfloat16"),
             "the cache's dtype is bfloat16, the selection's float32",

@@ -17,9 +17,12 @@ from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.fields import LONGEST
+from polyattn.spec.latent import LatentSpec
 from polyattn.spec.models import GROUP, model_reader
+from polyattn.spec.norm import NormSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.sparse import CompressorSpec, IndexerSpec, SparseSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
 # model -> the groups of its layers: (count, what str(spec) says)
@@ -382,6 +385,28 @@ def test_another_engines_name_of_a_field_is_told_ours(field: str, name: str) -> 
         with pytest.raises(SpecError, match=re.escape(name)) as error:
             build({"num_heads": 8, "head_size": 64, field: 8})
         assert f"no field {field!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "name"),
+    [
+        (RopeSpec, "rope_theta", "calls it base"), (RopeSpec, "rotary_dim", "calls it rotary_size"),
+        (NormSpec, "rms_norm_eps", "calls it eps"), (LatentSpec, "kv_lora_rank", "calls it rank"),
+        (RecurrentSpec, "d_state", "calls it state_size"), (SparseSpec, "topk", "calls it budget"),
+        (IndexerSpec, "index_n_heads", "calls it num_heads"),
+        (CompressorSpec, "sizes", "did you mean 'size'"),
+    ],
+)  # fmt: skip
+def test_a_part_tells_its_name_of_a_field(part: Any, field: str, name: str) -> None:
+    with pytest.raises(SpecError, match=f"{part.__name__} has no field '{field}'; .*{name}"):
+        part(**{field: 8})
+
+
+def test_a_cache_of_another_float_dtype_is_told_why_not() -> None:
+    with pytest.raises(
+        SpecError, match="has the layer's dtype; leave it out, or set dtype='float16'"
+    ):
+        LayerSpec(num_heads=8, head_size=64, kv_cache_dtype="float16")
 
 
 def test_what_is_no_mapping_of_fields_is_refused() -> None:

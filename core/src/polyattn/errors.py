@@ -81,8 +81,12 @@ class WeightsError(PolyattnError, ValueError):
     """A checkpoint can't be read, or isn't of its config's model."""
 
 
-def nearest(value: object, valid: Iterable[str]) -> str:
-    """Return `"; did you mean 'X'?"`, or the list of all.
+MOST_NAMES = 20
+"""A longer list of names is a command's, not an error's."""
+
+
+def nearest(value: object, valid: Iterable[str], listed: str = "") -> str:
+    """Return `"; did you mean 'X'?"`, or the list of all, or where they are `listed`.
 
     X is what begins as `value` does, each of several, or else the closest valid spelling. A first word
     that all of them have, up to an underscore, makes none of them closer.
@@ -97,6 +101,8 @@ def nearest(value: object, valid: Iterable[str]) -> str:
     close = close or [ends[x] for x in difflib.get_close_matches(text[start:], ends, n=1)]
     if close:
         return f"; did you mean {' or '.join(repr(folded[name]) for name in close)}?"
+    if listed and len(choices) > MOST_NAMES:
+        return f"; {listed}"
     return f"; valid: {', '.join(choices)}" if choices else ""
 
 

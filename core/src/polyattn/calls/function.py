@@ -6,7 +6,7 @@ Inside `torch.compile` it is one operator, `polyattn::attention`, which plans wh
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,25 @@ FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, Unre
 """What a call with bad arguments may end with, deep within."""
 
 
+@overload
 def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None,
+    scale: float | None = None, sliding_window: int | None = None, window_right: int | None = None,
+    chunk_size: int | None = None, sink_tokens: int = 0, logit_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    query_lens: Sequence[int] | None = None, key_lens: Sequence[int] | None = None,
+    first_positions: Sequence[int] | None = None, return_lse: Literal[False] = False,
+    backend: str | None = None, batch_invariant: bool | str = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(  # type: ignore[misc]  # the LSE's signatures take the first one's options
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None,
     scale: float | None = None, sliding_window: int | None = None, window_right: int | None = None,
     chunk_size: int | None = None, sink_tokens: int = 0, logit_soft_cap: float | None = None,

@@ -35,9 +35,9 @@ def masked(
     seqlen = 2 if heads_first else 1
     rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
     if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
-        raise UnreadableMask(
-            f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
-        )
+        padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
+        what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
+        raise UnreadableMask(what, padding if mask.shape == (rows, keys) else "")
     if mask.shape[0] not in (1, rows):
         raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
     if alibi_slopes is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +79,20 @@ class Findings:
 
 
 class Trials:
-    """Runs the kit's cases of one function under changing claims, each case once."""
+    """Runs the kit's cases of one function under changing claims, each case once.
+
+    `begin` hears of a case before it runs.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str, device: Device, seed: int):
         self.function, self.name, self.device, self.seed = function, name, device, seed
+        self.begin: Callable[[Case], object] = lambda case: None
         self._passed: set[Case] = set()
 
     def problems(
         self, claims: Claims, budget: float | None = None
-    ) -> Iterator[tuple[str, str | None]]:
-        """Yield each new case's id and its error, or None. `budget`: run all checks."""
+    ) -> Iterator[tuple[Case, str | None]]:
+        """Yield each new case and its error, or None. `budget`: run all checks, else until one fails."""
         global TRIAL
         trial = declared(self.function, self.name, claims)
         trial.info = replace(trial.info, path=f"{__name__}:TRIAL")
@@ -95,35 +102,103 @@ class Trials:
             for case in derive(trial.info, self.device, budget is not None):
                 if case in self._passed:
                     continue
+                self.begin(case)
                 try:
                     run_case(case, trial.info.name, self.device, self.seed, budget or 0.0)
                 except (Exception, SystemExit) as error:  # a kernel may raise anything
-                    yield case.id, describe(error)
+                    yield case, describe(error)
+                    if budget is None:
+                        return
                 else:
                     self._passed.add(case)
-                    yield case.id, None
+                    yield case, None
         finally:
             unregister("claim-trial")
             del TRIAL
+
+    def end(self) -> None:
+        """Give back what the trials hold."""
 
     def proof(self, claims: Claims) -> tuple[str, str | None]:
         """Return the first new case and None, or the case that fails and why; "" where there is none."""
         first = ""
         for case, problem in self.problems(claims):
             if problem is not None:
-                return case, problem
-            first = first or case
+                return case.id, problem
+            first = first or case.id
         return (first, None) if first else ("", "")
 
 
+class ForkedTrials(Trials):
+    """Trials in a fork: a kernel that crashes fails a case. After a failure another fork goes on."""
+
+    _process: Any = None
+
+    def problems(
+        self, claims: Claims, budget: float | None = None
+    ) -> Iterator[tuple[Case, str | None]]:
+        if self._process is None:
+            forks = multiprocessing.get_context("fork")
+            self._pipe, theirs = forks.Pipe()
+            self._process = forks.Process(target=self._serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        self._pipe.send((claims, budget))
+        case: Any = None
+        said: Any
+        results: list[tuple[Case, str | None]] = []
+        try:
+            while (said := self._pipe.recv()) is not None:
+                if isinstance(said, PluginError):
+                    raise said
+                if isinstance(said, Case):
+                    case = said
+                    continue
+                if said[0] is None:
+                    self._passed.add(case)
+                results.append((case, said[0]))
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            results.append((case, f"the function ended its process ({end})"))
+        if any(problem for _, problem in results):
+            self.end()  # what fails may have written beside its output
+        yield from results
+
+    def _serve(self, pipe: Connection) -> None:
+        self.begin = pipe.send
+        while True:
+            claims, budget = pipe.recv()
+            try:
+                for _, problem in super().problems(claims, budget):
+                    pipe.send((problem,))
+            except PluginError as error:
+                pipe.send(error)
+            else:
+                pipe.send(None)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._process = None
+
+
 def find(
-    function: Callable[..., Any], name: str, device: Device, seed: int = 0, budget: float = 2.0
+    function: Callable[..., Any],
+    name: str,
+    device: Device,
+    seed: int = 0,
+    budget: float = 2.0,
+    trials: Trials | None = None,
 ) -> Findings:
     """Try claims one at a time, each on top of those that hold. `budget`: seconds for the search.
 
     Raises `PluginError` for a function whose parameters no backend can fill.
     """
-    trials, findings = Trials(function, name, device, seed), Findings(name)
+    trials, findings = trials or Trials(function, name, device, seed), Findings(name)
     names = parameters_of(function)
     problem = ""
     for claims in _bases(names, device):
@@ -151,7 +226,7 @@ def find(
         elif case:
             findings.refusals[key, value] = f"{case}: {reason}"
     rest = trials.problems(findings.claims, budget)
-    findings.failures = [f"{case}: {reason}" for case, reason in rest if reason is not None]
+    findings.failures = [f"{case.id}: {reason}" for case, reason in rest if reason is not None]
     return findings
 
 
@@ -219,7 +294,11 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
         raise SettingsError(f"--device: {resolved} is a profile; claim needs a device to run on")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads wait for each other busily, and cases are small
+    # Neither a device's context nor JAX's threads survive a fork.
+    forks = resolved.platform == "cpu" and sys.platform == "linux" and "jax" not in sys.modules
+    trials = (ForkedTrials if forks else Trials)(function, name.upper(), resolved, seed)
     try:
-        return find(function, name.upper(), resolved, seed, budget)
+        return find(function, name.upper(), resolved, seed, budget, trials)
     finally:
+        trials.end()
         torch.set_num_threads(threads)

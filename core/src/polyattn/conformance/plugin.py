@@ -163,7 +163,7 @@ class _Kit:
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
             case = _case(report.nodeid)
             self.counts[case.partition("-")[0], report.outcome] += 1
-            if report.passed:
+            if report.passed and case:
                 self.passed.append(case)
             properties: dict[str, Any] = dict(report.user_properties)
             plans, checked = properties.get("plans", (0, 0))

@@ -80,7 +80,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         else:
             remedy = "has it, but its plugin is disabled or broken; `polyattn list` says which"
         return f"isn't here: {distribution} {remedy}"
-    return f"is unknown{nearest(name, {*ours, *known})}"
+    listed = "`polyattn list --all` prints them" if kind == "backends" else ""
+    return f"is unknown{nearest(name, {*ours, *known}, listed)}"
 
 
 def not_installed() -> dict[str, dict[str, list[str]]]:

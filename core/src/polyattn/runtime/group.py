@@ -549,9 +549,13 @@ class LayerGroup:
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size", "dtype", "layout"):
             theirs, ours = getattr(format, name), getattr(wanted, name)
             if theirs != ours and not (name == "layout" and (one_order or theirs in orders)):
+                remedy = {
+                    "block_size": f"select(spec.replace(block_size={theirs}))",
+                    "layout": f"select(spec, settings=Settings(layout={theirs!r}))",
+                }.get(name)
                 raise CacheError(
                     f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
-                    "group.allocate_cache(n)"
+                    f"group.allocate_cache(n){f', or use {remedy}' if remedy else ''}"
                 )
         if spacing and format.apart != wanted.apart and self._splits_blocks:
             raise CacheError(

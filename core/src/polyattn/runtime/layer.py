@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ NAMES = {
     "sparse": "SparseAttention",
 }
 """The layer of each family."""
+Output: TypeAlias = Any
+"""A layer's output, or with `needs_lse` (output, LSE): only the spec knows which."""
 
 
 class Layer(nn.Module, ABC):

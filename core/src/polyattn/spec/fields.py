@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from polyattn.errors import SpecError, nearest
 
 T = TypeVar("T")
+W = TypeVar("W")
 LARGEST_BLOCK = 1 << 16
 LONGEST = 1 << 29
 """Tokens of the longest sequence. A window, chunk or number of kept tokens beyond it hides nothing more,
@@ -45,18 +47,56 @@ FIELDS_ELSEWHERE = {
     "window_left": "sliding_window, which counts the query itself: window_left + 1",
     "kv_dtype": "kv_cache_dtype", "kv_data_type": "kv_cache_dtype", "cache_dtype": "kv_cache_dtype",
     "q_data_type": "dtype", "torch_dtype": "dtype", "sinks": "learned_sinks",
-    "return_lse": "needs_lse", "alibi_slopes": "alibi", "rope_theta": "rope=RopeSpec(base=...)",
+    "return_lse": "needs_lse", "alibi_slopes": "alibi",
+    "rope_theta": "rope=RopeSpec(base=...)|base", "theta": "base", "rope_type": "scaling",
+    "rotary_dim": "rotary_size", "rope_dim": "rotary_size",
+    "partial_rotary_factor": "rotary_size, in elements",
+    "interleaved": "pairing, \"neox\" or \"gptj\"", "is_neox_style": "pairing, \"neox\" or \"gptj\"",
+    "original_max_position_embeddings": "original_length", "mrope_section": "sections",
+    "rms_norm_eps": "eps", "variance_epsilon": "eps",
+    "kv_lora_rank": "rank", "qk_rope_head_dim": "rope_head_size",
+    "d_state": "state_size", "ssm_state_size": "state_size",
+    "d_conv": "conv_width", "conv_kernel": "conv_width", "conv_kernel_size": "conv_width",
+    "topk": "budget", "top_k": "budget", "index_topk": "budget",
+    "index_n_heads": "num_heads", "index_head_dim": "head_size",
 }  # fmt: skip
-"""What transformers, vLLM, FlashInfer and flash-attn call a field, and its name here."""
+"""What transformers, vLLM, FlashInfer and flash-attn call a field, and its name here.
+
+Of several names, separated by `|`, the one counts that the spec has.
+"""
 
 
 def no_field(of: str, name: str, known: Collection[str]) -> str:
     """Return the error for an unknown field, with its name here."""
-    here = FIELDS_ELSEWHERE.get(name, "")
-    hint = (
-        f"; polyattn calls it {here}" if here.partition(",")[0].partition("=")[0] in known else ""
-    )
-    return f"{of} has no field {name!r}{hint or nearest(name, known)}"
+    for here in FIELDS_ELSEWHERE.get(name, "").split("|"):
+        if re.split("[,=]", here)[0] in known:
+            return f"{of} has no field {name!r}; polyattn calls it {here}"
+    return f"{of} has no field {name!r}{nearest(name, known)}"
+
+
+if TYPE_CHECKING:
+
+    class Word(Generic[T, W]):
+        """The type of a field that reads as `T` and may be passed as `W`, its name, too."""
+
+        def __get__(self, spec: object, owner: object = None) -> T: ...
+        def __set__(self, spec: object, value: T | W) -> None: ...
+
+
+def word(default: Any) -> Any:
+    """Return a field's default; a type checker takes it for any type."""
+    return default
+
+
+class Named:
+    """A spec, or a part of one, that refuses an unknown field with its name here."""
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for name in fields:
+            if name not in known:
+                raise SpecError(no_field(cls.__name__, name, known))
+        return super().__new__(cls)
 
 
 def from_fields(of: str, cls: type[T], values: Mapping[str, Any]) -> T:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import integer
+from polyattn.spec.fields import Named
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSpec:
+class LatentSpec(Named):
     """The latent part of an MLA layer. Sizes are in elements.
 
     Attributes:

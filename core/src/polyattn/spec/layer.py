@@ -10,18 +10,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SpecError, choice, flag, integer, number, shown
 from polyattn.spec.fields import (
     LARGEST_BLOCK,
     LARGEST_WINDOW,
     LONGEST,
+    Named,
     as_fields,
     from_fields,
     member,
-    no_field,
     short_repr,
+    word,
 )
 from polyattn.spec.invariance import check_invariance
 from polyattn.spec.kinds import (
@@ -42,9 +43,12 @@ from polyattn.spec.row_format import check_widths, rows_of
 from polyattn.spec.sparse import IndexerSpec, SparseSpec
 from polyattn.spec.variant import MASKS, NAME
 
+if TYPE_CHECKING:
+    from polyattn.spec.fields import Word
+
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
+class LayerSpec(Named):
     """One layer of attention, or of a recurrence: frozen, hashable, no tensors, JSON round trip.
 
     Sizes are in elements, windows in tokens. A window, a chunk and sink tokens count up to 2^29, the
@@ -120,20 +124,20 @@ class LayerSpec:
 
     """
 
-    kind: AttentionKind = AttentionKind.ATTENTION
+    kind: Word[AttentionKind, str] = word(AttentionKind.ATTENTION)
     num_heads: int
     num_kv_heads: int = 0
     head_size: int
     v_head_size: int = 0
     scale: float = 0.0
-    dtype: str = "bfloat16"
-    kv_cache_dtype: str = "auto"
-    qkv_dtype: str = "auto"
-    out_dtype: str = "auto"
+    dtype: Word[str, object] = word("bfloat16")
+    kv_cache_dtype: Word[str, object] = word("auto")
+    qkv_dtype: Word[str, object] = word("auto")
+    out_dtype: Word[str, object] = word("auto")
     scales: str = "number"
     fp8_compute: bool = False
     block_size: int | None = None
-    role: Role = Role.DECODER
+    role: Word[Role, str] = word(Role.DECODER)
     cached: bool | None = None
     kv_source: int | None = None
     causal: bool = True
@@ -146,10 +150,10 @@ class LayerSpec:
     sink_tokens: int = 0
     dense_context: bool = False
     needs_lse: bool = False
-    graph_capture: GraphCapture = GraphCapture.NONE
+    graph_capture: Word[GraphCapture, str] = word(GraphCapture.NONE)
     length_bounds: bool = False
     deterministic: bool = False
-    batch_invariant: Invariance = Invariance.NONE
+    batch_invariant: Word[Invariance, bool | str] = word(Invariance.NONE)
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
     qk_norm: NormSpec | None = None
@@ -158,12 +162,6 @@ class LayerSpec:
     indexer: IndexerSpec | None = None
     variant: str | None = None
     mask: str | None = None
-
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        for name in fields:
-            if name not in cls.__dataclass_fields__:
-                raise SpecError(no_field("LayerSpec", name, cls.__dataclass_fields__))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

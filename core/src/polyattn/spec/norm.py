@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError, choice, number
+from polyattn.spec.fields import Named
 from polyattn.spec.kinds import AttentionKind, Role
 
 OVER = ("head", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormSpec:
+class NormSpec(Named):
     """An RMS norm (Zhang and Sennrich, 2019) of queries and keys: frozen, hashable, no tensors.
 
     A row x becomes x / sqrt(mean(x ** 2) + eps) * (weight + offset). It follows the bias and precedes

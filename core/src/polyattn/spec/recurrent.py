@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError, choice, flag, integer
-from polyattn.spec.fields import short_repr
+from polyattn.spec.fields import Named, short_repr
 from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 
 DELTA_RULES = frozenset({AttentionKind.GDN, AttentionKind.KDA})
@@ -15,7 +15,7 @@ STATE_DTYPES = ("auto", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentSpec:
+class RecurrentSpec(Named):
     """The recurrent part of a layer; `polyattn.spec.recurrence` says which fields fit which kind.
 
     Attributes:

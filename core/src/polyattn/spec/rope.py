@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import SpecError, choice, shown
-from polyattn.spec.fields import as_fields, from_fields, short_repr
+from polyattn.spec.fields import Named, as_fields, from_fields, short_repr
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -16,7 +16,7 @@ POSITIONS = ("absolute", "cache")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeSpec:
+class RopeSpec(Named):
     """A rotary position embedding (Su et al., 2021): frozen, hashable, no tensors.
 
     Sizes are in elements, lengths in tokens.

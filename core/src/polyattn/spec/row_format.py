@@ -135,6 +135,11 @@ def row_format(name: str) -> RowFormat:
     known = known_formats()
     if name not in known:
         names = [*KV_CACHE_DTYPES, *sorted(known)]
+        if name in _ELEMENTS:
+            raise SpecError(
+                f"kv_cache_dtype={name!r}: a cache that isn't quantised has the layer's dtype; leave it "
+                f"out, or set dtype={name!r}"
+            )
         raise SpecError(
             f"kv_cache_dtype={name!r} is unknown{nearest(name, names)} ('KEYS/VALUES' names two "
             "formats of rows, and polyattn.register_row_format adds one)"

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import SpecError, choice, flag, integer, number
-from polyattn.spec.fields import from_fields, short_repr
+from polyattn.spec.fields import Named, from_fields, short_repr
 from polyattn.spec.kinds import ITEM_BYTES
 
 REDUCTIONS = ("softmax", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressorSpec:
+class CompressorSpec(Named):
     """How the tokens of a group become one entry of a cache (DeepSeek-V4, 2026).
 
     Attributes:
@@ -101,7 +101,7 @@ SCOPES = ("all", "kv_head", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseSpec:
+class SparseSpec(Named):
     """The meaning of the ids that choose a token's keys: int32 (num_tokens, scope, K), -1 for none.
 
     Attributes:
@@ -205,7 +205,7 @@ FOLDS = ("weighted", "sum", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerSpec:
+class IndexerSpec(Named):
     """How an indexer scores a sequence's entries and chooses among them.
 
     The score of entry e for the token at t is `sum_h w[t, h] * act(scale * q[t, h] . k[e])`

@@ -71,6 +71,7 @@ def dense(
     `torch.compile` traces it as one operator, unless it needs gradients or slopes of each row.
     """
     plain = not asks_gradients(query, key, value) and (slopes is None or slopes.dim() == 1)
+    lse: Tensor | None
     if plain and compiling():
         fields = options._asdict()
         fields["return_lse"] = fields.pop("needs_lse")

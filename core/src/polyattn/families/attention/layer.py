@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import capturing, check_aligned, check_is_real, check_tensor, compiling
-from polyattn.runtime.layer import Layer
+from polyattn.runtime.layer import Layer, Output
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -167,7 +167,7 @@ class Attention(Layer):
         plan: StepPlan | Batch | None = None,
         *,
         out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Output:
         """Store the step's keys and values in `cache` and attend.
 
         Args:
@@ -212,6 +212,9 @@ class Attention(Layer):
         if self._seals and capturing(query):
             self.scales.captured = True
         return out if lse is None else (out, lse)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
         return tokens, self.spec.num_heads, self.spec.v_head_size

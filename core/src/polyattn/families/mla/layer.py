@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import check_slots, check_tensors, own_precision
-from polyattn.runtime.layer import ChoosingLayer
+from polyattn.runtime.layer import ChoosingLayer, Output
 from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -120,7 +122,7 @@ class LatentAttention(ChoosingLayer):
         *,
         choice: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Output:
         """Store the step's latents in `cache` and attend.
 
         A layer without weights takes the absorbed query, (num_tokens, num_heads, rank + rope size),
@@ -146,6 +148,9 @@ class LatentAttention(ChoosingLayer):
 
         """
         return self._called("query", (query, latent, rope_key, choice), cache, plan, out)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
         assert self.spec.latent is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -88,9 +89,8 @@ class Recurrent(Layer):
         spec, form = self.spec, self.form
         for name in tensors:
             if name not in form.params:
-                raise SpecError(
-                    f"{spec.kind.value} has no parameter {name!r}{nearest(name, form.params)}"
-                )
+                hint = "; A is -exp(A_log)" if name == "A_log" else nearest(name, form.params)
+                raise SpecError(f"{spec.kind.value} has no parameter {name!r}{hint}")
         weights = {}
         dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         device = self.group.torch_device
@@ -140,6 +140,9 @@ class Recurrent(Layer):
         result = self._called(next(iter(self.form.inputs)), inputs, states, plan, out)
         assert isinstance(result, Tensor)
         return result
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def run(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -12,7 +13,7 @@ from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.sparse.planning import SparseStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.layer import ChoosingLayer
+from polyattn.runtime.layer import ChoosingLayer, Output
 from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
@@ -96,7 +97,7 @@ class SparseAttention(ChoosingLayer):
         *,
         choice: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Output:
         """Store the step's keys and values in `cache` and attend to the chosen ones.
 
         Args:
@@ -134,6 +135,9 @@ class SparseAttention(ChoosingLayer):
             if again is not None:
                 return again
         return self._called("query", (query, key, value, choice), cache, plan, out)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
         return tokens, self.spec.num_heads, self.spec.v_head_size

@@ -112,9 +112,14 @@ def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
         raise BatchError(
             "choice is missing: physical ids have no order in which some are the newest"
         )
+    group = sparse.granularity
+    if spec.indexer and batch.max_seq_len > sparse.budget * group * sparse.tokens_per_entry:
+        raise BatchError(
+            "choice is missing: the layer's spec has an indexer, and a sequence has more keys than its "
+            f"budget={sparse.budget}; pass choice=indexer(...)"
+        )
     _, positions, lens = token_places(batch)
     visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
-    group = sparse.granularity
     most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0
     back = torch.arange(max(1, min(sparse.budget, most)), device=batch.device)
     ids = (-(-visible // group) - 1)[:, None] - back

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ from polyattn.device import Device
 from polyattn.errors import PluginError, PolyattnError, SettingsError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import discover
-from polyattn.registry.distributions import requires_of_polyattn
+from polyattn.registry.distributions import distributions, requires_of_polyattn
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
@@ -79,7 +80,7 @@ def examine() -> dict[str, Any]:
         "integrations": [each.to_dict() for each in integrations()],
         "backends": [],
     }
-    problems += _requirements()
+    problems += _requirements() + _mixed()
     problems += [row["problem"] for row in report["integrations"] if row["problem"]]
     try:
         settings = current_settings()
@@ -117,6 +118,21 @@ def _requirements() -> list[str]:
     """Return polyattn's own requirements that are missing: pip lets others replace a package."""
     own = [text for text in requires_of_polyattn() if "extra ==" not in text]
     return [f"{problem}; pip install '{t}'" for t in own if (problem := requirement_problem(t))]
+
+
+def _mixed() -> list[str]:
+    """Return the plugins and integrations that were made for another polyattn than the installed one."""
+    told = {}
+    for each in distributions():
+        if not any(entry.group.startswith("polyattn.") for entry in each.entry_points):
+            continue
+        for text in each.requires or ():
+            if not re.match(r"polyattn(?![\w.-])", text) or "extra ==" in text:
+                continue
+            if problem := requirement_problem(text):
+                remedy = f"pip install --upgrade polyattn {each.name}"
+                told[each.name] = f"{each.name} {each.version}: {problem}; {remedy}"
+    return [*told.values()]
 
 
 def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:

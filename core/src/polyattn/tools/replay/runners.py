@@ -216,7 +216,8 @@ class AttentionRunner(Runner):
         seconds, plan = self.plan(batch)
         for layer, cache, own in zip(self.layers, self.caches, self.own, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
-            new = (key, value) if stores and own else (None, None)
+            stored = stores and own
+            new: tuple[Tensor | None, Tensor | None] = (key, value) if stored else (None, None)
             started = self.clock()
             got = layer(query, *new, cache, plan)
             seconds += self.clock() - started
@@ -256,7 +257,8 @@ class LatentRunner(Runner):
         seconds, plan = self.plan(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query, latent, rope = self.inputs(batch.num_tokens)
-            new = (latent, rope) if self.own[index] else (None, None)
+            own = self.own[index]
+            new: tuple[Tensor | None, Tensor | None] = (latent, rope) if own else (None, None)
             started = self.clock()
             choice = self.chosen(index, batch)
             got = layer(query, *new, cache, plan, choice=choice)
