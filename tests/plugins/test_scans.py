@@ -7,6 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from polyattn import Batch, LayerSpec, Recurrent, RecurrentSpec, select
+from polyattn.families.recurrent import reference
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
+from polyattn.spec.recurrence import form_of
 from polyattn_cpu.scans import delta_scan, gated_scan, low_rank_scan
 from torch import Tensor
 
@@ -51,6 +54,27 @@ def test_a_token_that_forgets_all_costs_no_precision_after_it(
     found, expected = scan(torch.float32).double(), scan(torch.float64)
     error = (found - expected).norm() / expected.norm()
     assert float(error) < 2e-6, float(error)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "rwkv6", "rwkv7"])
+@pytest.mark.parametrize("rate", [-1e6, -1e30, -torch.inf])
+def test_a_token_that_forgets_all_is_exact(kind: str, rate: float) -> None:
+    """An engine so begins another text within a sequence."""
+    spec = LayerSpec(
+        kind=kind, num_heads=2, head_size=16, dtype="float32", recurrent=RecurrentSpec()
+    )  # type: ignore[arg-type]
+    dice = torch.Generator().manual_seed(1)
+    params = recurrent_params(spec, dice)
+    named = dict(zip(form_of(spec).inputs, recurrent_inputs(spec, TOKENS, dice), strict=True))
+    named["w" if "w" in named else "g"][::7] = rate
+    batch = Batch.from_lens([TOKENS], [TOKENS + 1], state_slots=torch.tensor([0]))
+    layer = Recurrent(select(spec, "cpu", backend="TORCH_SCAN"), **params)
+    states = layer.group.allocate_states(1)
+    states.data.normal_(generator=dice)
+    expected, after = reference.forward(spec, named, params, states.data, batch)
+    out = layer(*named.values(), states=states, plan=batch)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    torch.testing.assert_close(states.data.double(), after, rtol=0, atol=3e-6)
 
 
 def test_linear_attention_with_keys_of_one_element_sums_values() -> None:
