@@ -99,7 +99,8 @@ CASES = [
     *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
-    *(("gdn float16", "long chunks", change) for change in (None, all_forget)),
+    *(("gdn float16", "long chunks", change)
+      for change in (None, all_forget, partial(every_seventh, -math.inf))),
     *((f"{kind} float16", "long chunks", change) for kind in ("kda", "rwkv7")
       for change in (None, partial(every_seventh, -math.inf), partial(every_seventh, 0.0))),
     ("kda float16", "long chunks", gates_in_float32),

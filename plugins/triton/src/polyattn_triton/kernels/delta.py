@@ -78,7 +78,7 @@ def system_kernel(
         unit_q = _unit(q)
         unit_k = _unit(k)
     past = rows[:, None] >= rows[None, :]
-    since, decay, until, whole = chunk_decays(g, past, rows, 0, left, CHUNK)
+    since, decay, until, whole = chunk_decays(g, past, rows, 0, left, CHUNK, kind == tl.float32)
     decay *= unit_k[None, :]
     pairs = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * unit_q[:, None]
     low = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * (beta * unit_k)[:, None]
