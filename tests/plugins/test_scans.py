@@ -89,3 +89,20 @@ def test_linear_attention_with_keys_of_one_element_sums_values() -> None:
     out = layer(one, one, v, states=states, plan=Batch.from_lens([5], [5], state_slots=slots))
     torch.testing.assert_close(out, v.cumsum(0))
     torch.testing.assert_close(states.data[0, :, 0], v.sum(0))
+
+
+@pytest.mark.parametrize("backend", ["VANILLA_SCAN", "TORCH_SCAN"])
+def test_a_channel_that_hardly_forgets_takes_up_what_its_root_says(backend: str) -> None:
+    """1 - a a of a = exp(-r) is 2 r to the first order, and no difference of 1 and what is 1 but for r."""
+    spec = LayerSpec(
+        kind="rg_lru", num_heads=8, head_size=1, dtype="float64", recurrent=RecurrentSpec()
+    )
+    rate = torch.full((8,), -30.0, dtype=torch.float64)
+    layer = Recurrent(select(spec, "cpu", backend=backend), Lambda=rate)
+    states, dice = layer.group.allocate_states(1), torch.Generator().manual_seed(1)
+    states.data.zero_()
+    x, gate, forget = torch.randn(3, 1, 8, generator=dice, dtype=torch.float64)
+    batch = Batch.from_lens([1], [2], state_slots=torch.tensor([0]))
+    out = layer(x, gate, forget, states=states, plan=batch)
+    root = (2 * 8 * rate.exp() * forget.sigmoid()).sqrt()
+    torch.testing.assert_close(out, root * gate.sigmoid() * x, rtol=1e-11, atol=0)
