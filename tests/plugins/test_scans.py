@@ -93,7 +93,7 @@ def test_linear_attention_with_keys_of_one_element_sums_values() -> None:
 
 @pytest.mark.parametrize("backend", ["VANILLA_SCAN", "TORCH_SCAN"])
 def test_a_channel_that_hardly_forgets_takes_up_what_its_root_says(backend: str) -> None:
-    """1 - a a of a = exp(-r) is 2 r to the first order, and no difference of 1 and what is 1 but for r."""
+    """1 - a a of a = exp(-r) is 2 r to the first order: no difference of 1 and what is nearly 1."""
     spec = LayerSpec(
         kind="rg_lru", num_heads=8, head_size=1, dtype="float64", recurrent=RecurrentSpec()
     )
