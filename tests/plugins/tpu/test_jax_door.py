@@ -211,6 +211,12 @@ def test_recurrences(layer: LayerSpec, decode: bool) -> None:
     assert torch.equal(to_torch(now)[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("layer", KINDS, ids=lambda s: s.kind.value)
+def test_recurrences_of_a_process_with_64_bits(layer: LayerSpec) -> None:
+    with jax.enable_x64(True):
+        test_recurrences(layer, False)
+
+
 @pytest.mark.parametrize("rate", [-900.0, -1e6, -np.inf])
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_a_token_that_forgets_all_costs_no_precision_after_it(kind: str, rate: float) -> None:

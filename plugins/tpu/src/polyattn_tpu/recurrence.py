@@ -195,7 +195,7 @@ def _gdn(
     inner = jnp.where(jnp.eye(size, dtype=bool)[..., None], 0.0, inner)
     read = since[..., None] * einsum("ihk,hkv->ihv", k, state)
     right = beta[..., None] * (v - read)
-    system = jnp.eye(size) + inner.transpose(2, 0, 1)
+    system = jnp.eye(size, dtype=inner.dtype) + inner.transpose(2, 0, 1)
     solve = jax.scipy.linalg.solve_triangular
     added = solve(system, right.transpose(1, 0, 2), lower=True, unit_diagonal=True)
     added = added.transpose(1, 0, 2)
