@@ -149,7 +149,9 @@ def check_apart(out: Tensor, **inputs: Tensor | None) -> None:
     if 0 in out.stride() and not out.is_contiguous():
         raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
     for name, tensor in inputs.items():
-        if isinstance(tensor, Tensor) and torch._C._is_alias_of(out, tensor) and _meet(out, tensor):
+        if not isinstance(tensor, Tensor):
+            continue
+        if torch._C._is_alias_of(out, tensor) and _meet(out, tensor):  # type: ignore[attr-defined]
             raise BatchError(
                 f"out shares memory with {name}, which is read while out is written; pass another tensor"
             )
