@@ -8,7 +8,7 @@ import polyattn
 import pytest
 import torch
 from devices import DEVICES
-from polyattn import Attention, Batch, Invariance, KVCache, LayerGroup, LayerSpec
+from polyattn import Attention, Batch, Invariance, KVCache, LayerGroup, LayerSpec, Recurrent
 from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
 from polyattn.calls.recurrence import recurrence
@@ -446,3 +446,31 @@ def test_a_compiled_call_refuses_what_an_eager_one_does() -> None:
         )
     with torch.no_grad():
         assert traced(ROWS, ROWS, ROWS, sinks=learned).shape == ROWS.shape
+
+
+def test_an_output_that_shares_memory_with_an_input_is_refused() -> None:
+    """Kernels would read what they wrote; parts of one buffer are no fault."""
+    spec = LayerSpec(num_heads=2, num_kv_heads=2, head_size=8, dtype="float32", cached=False)
+    batch = Batch.from_lens([3], [3])
+    rows = torch.randn(3, 8, 8)  # a fused QKV, and room for the output behind it
+    query, key, value, out = rows.split(2, 1)
+    wanted = Attention(spec)(query.clone(), key.clone(), value.clone(), plan=batch)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        with pytest.raises(BatchError, match=f"out shares memory with {name}"):
+            Attention(spec)(query, key, value, plan=batch, out=tensor)
+        with pytest.raises(BatchError, match="out shares memory with"):
+            Attention(spec)(
+                query, key, value, plan=batch, out=tensor.as_strided((3, 2, 8), (32, 8, 1))
+            )
+    Attention(spec)(query, key, value, plan=batch, out=out)
+    assert torch.equal(out, wanted)
+    between = torch.randn(3, 2, 2, 8)  # heads of two tensors in turns
+    Attention(spec)(between[:, :, 0], key, value, plan=batch, out=between[:, :, 1])
+    short = LayerSpec(
+        kind="short_conv", num_heads=8, head_size=1, dtype="float32",
+        recurrent=RecurrentSpec(conv_width=4),
+    )  # fmt: skip
+    layer, x = Recurrent(short, weight=torch.randn(8, 4)), torch.randn(3, 8)
+    step = Batch.from_lens([3], [3], state_slots=torch.tensor([0]))
+    with pytest.raises(BatchError, match="out shares memory with x"):
+        layer(x, states=layer.group.allocate_states(1), plan=step, out=x)

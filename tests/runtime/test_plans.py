@@ -26,6 +26,7 @@ from polyattn.errors import BatchError
 from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, declare
+from polyattn.runtime.group import StepPlan, plan_of
 from polyattn.spec.latent import LatentSpec
 from polyattn.workload.base import Workload, workload
 from polyattn_cpu.sdpa import TorchSDPA
@@ -167,6 +168,24 @@ def test_a_batch_that_ran_is_copied_and_pickled_without_its_plans(
     other = copied(batch)
     assert not other.plans and other.lens == batch.lens
     assert torch.equal(layer(*rows, cache, other), expected)
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_copied_plan_is_another_plan_of_the_step(
+    copied: Callable[[StepPlan], StepPlan], backend: str
+) -> None:
+    """Whose handle a compiled graph finds, when the first plan is gone."""
+    layer = Attention(select(SPEC, "cpu", backend=backend))
+    cache, table = layer.group.allocate_cache(3), torch.tensor([[2, 0]], dtype=torch.int32)
+    rows = [torch.randn(3, heads, 32) for heads in (4, 2, 2)]
+    plan = layer.plan(Batch.from_lens([3], [3], table, 16))
+    expected, other = layer(*rows, cache, plan), copied(plan)
+    assert int(other.handle) != int(plan.handle) and plan_of(other.handle) is other
+    read = pickle.loads(pickle.dumps(plan))
+    del plan
+    assert torch.equal(layer(*rows, cache, other), expected)
+    assert torch.equal(Attention(read.group)(*rows, cache, read), expected)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ WINDOW = PLAIN.replace(sliding_window=8)
         PLAIN.replace(role=Role.ENCODER_ONLY, cached=False, causal=False, sliding_window=8),
         WINDOW.replace(sink_tokens=2, alibi=True),
         WINDOW.replace(sink_tokens=2, chunk_size=16),
+        WINDOW.replace(variant="relative_bias"),
+        WINDOW.replace(mask="custom"),
         WINDOW.replace(
             rope=RopeSpec(rotary_size=64, scaling="dynamic", factor=2.0, original_length=32)
         ),

@@ -164,6 +164,15 @@ def test_config_object_and_nested_text_config() -> None:
             "scale=0.5: a mamba2 layer multiplies nothing by it",
         ),
         (
+            {"kind": "mamba2", "v_head_size": 32, "recurrent": RecurrentSpec(state_size=8)},
+            "v_head_size=32: mamba2 has no values",
+        ),
+        (
+            {"kind": "linear", "recurrent": RecurrentSpec(dt_softplus=False)},
+            "recurrent.dt_softplus=False: linear has no step size",
+        ),
+        ({"kind": "short_conv", "recurrent": RecurrentSpec()}, "recurrent.conv_width=0"),
+        (
             {"kind": "mamba2", "recurrent": RecurrentSpec(state_size=8, qk_norm=True)},
             "recurrent.qk_norm=True: mamba2 has none",
         ),

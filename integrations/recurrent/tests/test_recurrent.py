@@ -102,9 +102,12 @@ def scan_inputs(rows: int = 2, count: int = 11) -> tuple[list[Tensor], dict[str,
 
 
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.2, 0.9)])
+@pytest.mark.parametrize("soft", [True, False])
 @torch.no_grad()
-def test_chunk_scan(limit: tuple[float, float]) -> None:
+def test_chunk_scan(limit: tuple[float, float], soft: bool) -> None:
+    """Without a softplus half of the steps are negative, which the usual limit holds at 0."""
     tensors, given = scan_inputs()
+    given["dt_softplus"] = soft
     given |= {"dt_limit": limit, "return_final_states": True}
     wanted, state = modeling_mamba2.mamba2_chunk_scan(*tensors, 4, **given)
     out, after = mamba2.mamba_chunk_scan_combined(*tensors, 4, **given)

@@ -16,7 +16,8 @@ pytest.importorskip("jax")
 
 from polyattn.runtime.functions.pointwise import Pointwise
 from polyattn_tpu.functions import functions_of
-from polyattn_tpu.pointwise import Functions
+from polyattn_tpu.places import Places
+from polyattn_tpu.pointwise import Changes, Functions
 from polyattn_tpu.split import KEY, PAIR, ROW
 from polyattn_tpu.variants import variant_problem
 
@@ -53,6 +54,22 @@ def test_what_is_computed_where() -> None:
     ):  # fmt: skip
         functions = functions_of(SPEC.replace(**fields))
         assert [len(functions.split.of(kind)) for kind in (ROW, KEY, PAIR)] == by
+
+
+def test_a_process_with_64_bits_hands_over_32() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    functions = Functions.of_pointwise(
+        Pointwise.of_variant(AttentionVariant(name="x", score_mod=gathered, inputs=INPUTS))
+    )
+    with jax.enable_x64(True):
+        one, none = (jnp.full(1, n, jnp.int32) for n in (1, 0))
+        tables = {"table": jnp.arange(8, dtype=jnp.float32), "row": jnp.ones(4, jnp.float32)}
+        places = Places(none, one, none, none, none, 1)
+        changes = Changes.of(functions, functions.given(tables), places, (4, 2), 2)
+    assert {str(part.dtype) for part in changes.parts if part is not None} == {"int32"}
+    assert None not in changes.parts
 
 
 def test_what_cannot_be_generated_is_named() -> None:

@@ -17,6 +17,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent import reference as recurrence_in_float64
 from polyattn.runtime.cache.kv_cache import KVCache, quantize
 from polyattn.runtime.program import LayerParams
 from polyattn.spec.latent import LatentSpec
@@ -208,6 +209,34 @@ def test_recurrences(layer: LayerSpec, decode: bool) -> None:
     assert output_error(to_torch(now)[used].flatten(1), after[used].flatten(1)) < 2e-5
     kept = [s for s in range(len(before)) if s not in used]
     assert torch.equal(to_torch(now)[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("layer", KINDS, ids=lambda s: s.kind.value)
+def test_recurrences_of_a_process_with_64_bits(layer: LayerSpec) -> None:
+    with jax.enable_x64(True):
+        test_recurrences(layer, False)
+
+
+@pytest.mark.parametrize("rate", [-900.0, -1e6, -np.inf])
+@pytest.mark.parametrize("kind", ["gdn", "mamba2"])
+def test_a_token_that_forgets_all_costs_no_precision_after_it(kind: str, rate: float) -> None:
+    layer = recurrent(kind, recurrent=RecurrentSpec(state_size=24, dt_softplus=False))
+    work = workload(LayerGroup(select(layer, "cpu", backend="VANILLA_SCAN")), [(60, 61)])
+    named = work.tensors()
+    if kind == "gdn":
+        named["g"][::7] = rate
+    else:
+        named["x"][::7] = 0.0
+        named["dt"][::7] = -max(rate, -1e30)
+    params = {name: to_jax(tensor) for name, tensor in work.layer.params.items()}
+    right, after = recurrence_in_float64.forward(
+        layer, named, work.layer.params, work.held, work.batch
+    )
+    plan = pt.plan(work.batch, layer, buckets=pt.Buckets(tokens=64, seqs=1, pages=1))
+    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in named.items()}
+    out, now = jax.jit(pt.recur, static_argnums=1)(plan, layer, given, params, to_jax(work.held))
+    assert output_error(to_torch(out)[:60].flatten(1), right.flatten(1)) < 3e-6
+    assert output_error(to_torch(now)[work.used].flatten(1), after[work.used].flatten(1)) < 3e-6
 
 
 def test_merging_is_the_whole() -> None:

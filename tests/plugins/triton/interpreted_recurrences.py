@@ -54,6 +54,10 @@ SPECS = {
         for kind in ("linear", "gdn")
     },
 }  # fmt: skip
+SPECS["mamba2"] = LayerSpec(
+    kind="mamba2", num_heads=2, head_size=24, dtype="float32",
+    recurrent=RecurrentSpec(state_size=24, dt_softplus=False),
+)  # fmt: skip
 # Chunks are long where products are of 16 bits.
 SPECS["gdn float16"] = SPECS["gdn"].replace(num_heads=4, dtype="float16")
 SPECS |= {f"{kind} float16": SPECS[kind].replace(dtype="float16") for kind in ("kda", "rwkv7")}
@@ -69,7 +73,13 @@ STEPS = {
 
 def every_seventh(rate: float, inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
     """Set every seventh token's log decays in every second channel."""
-    inputs["g" if "g" in inputs else "w"][::7, :, ::2] = rate
+    rates = inputs["g" if "g" in inputs else "w"]
+    rates[::7, ..., ::2] = rate
+
+
+def long_steps(size: float, inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Let Mamba-2 take a long step, of nothing, at every seventh token."""
+    inputs["dt"][3::7], inputs["x"][3::7] = size, 0.0
 
 
 def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
@@ -89,10 +99,13 @@ CASES = [
     *((k, "chunks", partial(every_seventh, rate)) for k in ("kda", "rwkv7") for rate in (-900.0, 0.0)),
     *((k, step, None) for k in ("rg_lru", "phi elu+1", "phi relu") for step in ("whole", "pieces")),
     *((kind, "long ago", all_forget) for kind in ("linear", "gdn")),
-    *(("gdn float16", "long chunks", change) for change in (None, all_forget)),
+    *(("gdn float16", "long chunks", change)
+      for change in (None, all_forget, partial(every_seventh, -math.inf))),
     *((f"{kind} float16", "long chunks", change) for kind in ("kda", "rwkv7")
       for change in (None, partial(every_seventh, -math.inf), partial(every_seventh, 0.0))),
     ("kda float16", "long chunks", gates_in_float32),
+    *(("gdn", "long chunks", partial(every_seventh, rate)) for rate in (-900.0, -1e6, -math.inf)),
+    *(("mamba2", "long chunks", partial(long_steps, size)) for size in (900.0, 1e30)),
 ]  # fmt: skip
 
 

@@ -150,6 +150,10 @@ class StepPlan:
             blame(error, self)
             raise
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the value: kernels' plans have memory of their own, and a handle is one's."""
+        return _planned, (self.group, self.batch)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
 
@@ -167,6 +171,10 @@ class StepPlan:
                 f"{self.group.planner.note(self, call)}"
             )
         return "\n".join(lines)
+
+
+def _planned(group: LayerGroup, batch: Batch) -> StepPlan:
+    return group.plan(batch)
 
 
 def plan_of(handle: Tensor) -> StepPlan | None:

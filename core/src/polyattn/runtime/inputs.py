@@ -144,10 +144,41 @@ def check_tensors(device: torch.device, seen: bool = False, /, **expected: Expec
             raise bad_input(name, tensor, shape, dtype)
 
 
-def check_apart(out: Tensor) -> None:
+def check_apart(out: Tensor, **inputs: Tensor | None) -> None:
     """Check that each element of a caller's output has memory of its own. Raises `BatchError`."""
     if 0 in out.stride() and not out.is_contiguous():
         raise BatchError(f"out has strides {out.stride()}: its elements share memory; clone it")
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if torch._C._is_alias_of(out, tensor) and _meet(out, tensor):  # type: ignore[attr-defined]
+            raise BatchError(
+                f"out shares memory with {name}, which is read while out is written; pass another tensor"
+            )
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one storage share an element, or lie so that this is hard to say."""
+    if not one.numel() or not other.numel():
+        return False
+    apart, (mine, theirs) = other.data_ptr() - one.data_ptr(), (_span(t, 0) for t in (one, other))
+    if apart >= mine or -apart >= theirs:
+        return False
+    period = 0
+    for dim in range(min(one.dim(), other.dim()) - 1):
+        step, another = (t.stride(dim) * t.element_size() for t in (one, other))
+        if step != another or not step or period % step:
+            return True
+        period, apart = step, apart % step
+        if apart >= _span(one, dim + 1) and period - apart >= _span(other, dim + 1):
+            return False  # rows, or heads, beside one another
+    return True
+
+
+def _span(tensor: Tensor, dim: int) -> int:
+    """Return the bytes from the first element to the last along the dimensions from `dim` on."""
+    pairs = zip(tensor.shape[dim:], tensor.stride()[dim:], strict=True)
+    return (sum((n - 1) * stride for n, stride in pairs) + 1) * tensor.element_size()
 
 
 def form_of(tensor: Tensor | None) -> tuple[Any, ...]:

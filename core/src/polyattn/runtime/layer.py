@@ -274,7 +274,12 @@ class ChoosingLayer(Layer):
         if choice is not None:
             expected["choice"] = expected_choice(spec, choice, tokens, device, seen)
         check_tensors(device, seen, **expected)
-        check_apart(out)
+        others = (
+            {}
+            if seen or fresh
+            else {"query": query, **dict(zip(self.brings, (key, value), strict=True))}
+        )
+        check_apart(out, **others)
         if not seen:
             self.group.check_cache(cache)
             self._known_cache = cache

@@ -63,7 +63,7 @@ class CacheWindow:
 
         A cache keeps everything if the removed tokens would change the others. Sink tokens under ALiBi
         or chunks do so, because their places count, and so do rotations that depend on the whole
-        length.
+        length. A variant's functions, and a step's mask, may read any key's place.
 
         Args:
             spec: the layer.
@@ -80,7 +80,8 @@ class CacheWindow:
         window, chunk = (
             None if size == LONGEST else size for size in (spec.sliding_window, spec.chunk_size)
         )
-        keeps_all = (window is None and chunk is None) or spec.sink_tokens == LONGEST
+        nothing = window is None and chunk is None
+        keeps_all = nothing or spec.sink_tokens == LONGEST or spec.has_functions
         if keeps_all or not (spec.cached and spec.causal and spec.role is Role.DECODER):
             return None
         if spec.sink_tokens and (spec.alibi or chunk is not None):

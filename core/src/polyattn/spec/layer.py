@@ -37,7 +37,7 @@ from polyattn.spec.kinds import (
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.models import model_reader
 from polyattn.spec.norm import NormSpec
-from polyattn.spec.recurrent import RecurrentSpec
+from polyattn.spec.recurrent import VALUELESS, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn.spec.row_format import check_widths, rows_of
 from polyattn.spec.sparse import IndexerSpec, SparseSpec
@@ -636,6 +636,8 @@ def _check_family(spec: LayerSpec) -> None:
             f"num_kv_heads={spec.num_kv_heads}: {kind.value} has no groups; leave it out, or set it to "
             f"{spec.num_heads}"
         )
+    if kind in VALUELESS and spec.v_head_size != spec.head_size:
+        raise SpecError(f"v_head_size={spec.v_head_size}: {kind.value} has no values; leave it out")
     if spec.sparse is not None or spec.latent is not None:
         _check_no_mask(spec)
     if spec.latent and spec.head_size <= spec.latent.rope_head_size:

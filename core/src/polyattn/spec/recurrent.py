@@ -11,6 +11,8 @@ from polyattn.spec.kinds import FEATURE_MAPS, AttentionKind
 DELTA_RULES = frozenset({AttentionKind.GDN, AttentionKind.KDA})
 SCALED = DELTA_RULES | {AttentionKind.LINEAR, AttentionKind.RWKV6, AttentionKind.RWKV7}
 """Kinds whose output is multiplied by `LayerSpec.scale`."""
+VALUELESS = frozenset(map(AttentionKind, ("short_conv", "mamba1", "mamba2", "rg_lru")))
+"""Kinds that have no values, whose heads could have another size."""
 STATE_DTYPES = ("auto", "bfloat16", "float16")
 
 
@@ -110,6 +112,12 @@ class RecurrentSpec(Named):
         mamba = mamba1 or kind is AttentionKind.MAMBA2
         if mamba and not self.state_size:
             raise SpecError(f"recurrent.state_size=0: a {kind.value} layer needs a positive number")
+        if kind is AttentionKind.SHORT_CONV and not self.conv_width:
+            raise SpecError("recurrent.conv_width=0: a short_conv layer needs a positive number")
+        if not self.dt_softplus and not mamba:
+            raise SpecError(
+                f"recurrent.dt_softplus=False: {kind.value} has no step size; leave it out"
+            )
         if scale is not None and kind not in SCALED:
             raise SpecError(
                 f"scale={scale}: a {kind.value} layer multiplies nothing by it; leave it out"

@@ -13,6 +13,7 @@ from polyattn_recurrent.calls import check_inputs, given, limited, per_head, wid
 __all__ = ["mamba_chunk_scan_combined"]
 
 NO_LIMIT = (0.0, float("inf"))
+"""mamba-ssm's default. It holds a step at 0 that has no softplus and is negative."""
 
 
 def mamba_chunk_scan_combined(
@@ -43,15 +44,15 @@ def mamba_chunk_scan_combined(
 
 def scan(
     inputs: list[Tensor], z: Tensor | None, lens: list[int], A: Tensor, D: Tensor | None,
-    bias: Tensor | None, softplus: bool, limit: tuple[float, ...], states: Tensor | None,
+    bias: Tensor | None, softplus: bool, limit: tuple[float, ...] | None, states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run Mamba-2 over packed x, dt, B and C, gated by `z`.
+    """Run Mamba-2 over packed x, dt, B and C, gated by `z`. `limit` None: a step may be negative.
 
     Returns the output and the states afterwards.
     """
     check_inputs(*inputs, z, A, D, bias)
     (x, dt, B, C, *gate), wide = widths(inputs, z)
-    if limit != NO_LIMIT:
+    if limit is not None and not (softplus and limit == NO_LIMIT):
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
     skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)
     recurrent = RecurrentSpec(

@@ -30,7 +30,7 @@ def selective_state_update(
         dt, A = per_head("dt", dt, 1), per_head("A", A, 2)
         bias = None if dt_bias is None else per_head("dt_bias", dt_bias, 1)
         tokens = [x, dt, B, C]
-        out, after = mamba2.scan(tokens, z, lens, A, D, bias, dt_softplus, mamba2.NO_LIMIT, before)
+        out, after = mamba2.scan(tokens, z, lens, A, D, bias, dt_softplus, None, before)
     else:
         channels = [x.flatten(1), dt.flatten(1), B, C]
         skip, bias = (t if t is None else t.flatten() for t in (D, dt_bias))

@@ -13,12 +13,20 @@ GATED_CHUNK = 64
 LEAST = -60.0
 """No exponent is smaller: exp(-60) adds nothing, while exp(-inf) takes 15 times as long, and products
 of what underflows more."""
+FORGOTTEN = -1000.0
+"""Of a token's log decay: exp(-1000) is 0 in float64, and -inf has no difference from itself."""
 CHANNEL_CHUNK = 16
 """Tokens whose decays are kept for each channel apart: (tokens, tokens, K) numbers a head."""
 SEGMENTS = 8
 FIRST_ORDER_CHUNK = 512
 CHANNELS = 512
 """Channels of Mamba-1 that are scanned together: their chunk of states stays in the cache."""
+
+
+def _logs(g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return log decays in float64, and their running sums."""
+    logs = g.double().clamp(min=FORGOTTEN)
+    return logs, logs.cumsum(dim)
 
 
 def _decay(total: Tensor, out: Tensor | None = None) -> Tensor:
@@ -63,7 +71,7 @@ def gated_scan(
             before_ = empty(groups, count, each * size)
         given, x = given_[:count].copy_(v[rows]), x_[:count]
         qc, kc = (t[rows].to(state.dtype).transpose(0, 1) for t in (q, k))
-        total = g[rows].double().cumsum(0)
+        _, total = _logs(g[rows], 0)
         last = total[-1]
         # Step sizes and skips go into what is small: (tokens, tokens) rather than (tokens, V).
         weights = _decay(total.T.contiguous(), weights_)
@@ -95,7 +103,7 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     for start in range(0, v.shape[1], CHUNK):
         rows = slice(start, min(start + CHUNK, v.shape[1]))
         qc, kc, vc, bc = q[:, rows], k[:, rows], v[:, rows], beta[:, rows, None]
-        total = g[:, rows].double().cumsum(1)
+        _, total = _logs(g[:, rows], 1)
         decay, since = (t.to(v.dtype) for t in (_decay(total), total.exp()[..., None]))
         system = (bc * (kc @ kc.transpose(1, 2)) * decay).tril(-1)
         system.diagonal(dim1=1, dim2=2).fill_(1.0)
@@ -122,8 +130,8 @@ def low_rank_scan(
     out = torch.empty_like(v)
     for start in range(0, v.shape[1], CHANNEL_CHUNK):
         rows = slice(start, min(start + CHANNEL_CHUNK, v.shape[1]))
-        qc, kc, vc, gc, ac, bc = (t[:, rows] for t in (q, k, v, g, a, b))
-        total = gc.double().cumsum(1)
+        qc, kc, vc, ac, bc = (t[:, rows] for t in (q, k, v, a, b))
+        gc, total = _logs(g[:, rows], 1)
         before = total - gc
         # (heads, i, j, K), each channel apart: a product of exp(total) and exp(-total) would overflow.
         weights = _channel_decay(total, total, 0)
@@ -150,8 +158,8 @@ def bonus_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, u: Tensor, state: Ten
     out = torch.empty_like(v)
     for start in range(0, v.shape[1], CHANNEL_CHUNK):
         rows = slice(start, min(start + CHANNEL_CHUNK, v.shape[1]))
-        qc, kc, vc, gc = (t[:, rows] for t in (q, k, v, g))
-        total = gc.double().cumsum(1)
+        qc, kc, vc = (t[:, rows] for t in (q, k, v))
+        gc, total = _logs(g[:, rows], 1)
         before = total - gc
         earlier = _channel_decay(before, total, -1).to(v.dtype)
         weights = torch.einsum("hik,hjk,hijk->hij", qc, kc, earlier)

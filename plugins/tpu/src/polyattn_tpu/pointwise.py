@@ -139,7 +139,7 @@ class Changes:
         split = Split(functions.call, inputs)
         all_heads, kv_heads = heads
         group, tokens = all_heads // kv_heads, places.b.shape[0]
-        head, dtypes = jnp.arange(all_heads), dict[int, Any]()
+        head, dtypes = jnp.arange(all_heads, dtype=jnp.int32), dict[int, Any]()
 
         def packed(kind: str, values: list[Array], shape: tuple[int, ...]) -> list[Array]:
             dtypes.update({n: v.dtype for n, v in zip(split.of(kind), values, strict=True)})
@@ -154,7 +154,7 @@ class Changes:
             wide = jnp.pad(wide, ((0, 0), (0, 0), (0, LANES - wide.shape[-1])))
             rows = wide.reshape(tokens, kv_heads, group, LANES).transpose(1, 0, 2, 3)
         if split.of(KEY):
-            at = places.step_low[:, None] + jnp.arange(keys)
+            at = places.step_low[:, None] + jnp.arange(keys, dtype=jnp.int32)
             by_key = jax.vmap(split.outside(KEY, inputs), (None, None, None, 0))
             made = jax.vmap(by_key, (0, None, None, 0))(
                 places.step_b, jnp.int32(0), jnp.int32(0), at
@@ -162,7 +162,7 @@ class Changes:
             many = jnp.stack(packed(KEY, made, at.shape), 1)
             of_keys = jnp.pad(many, ((0, 0), (0, -many.shape[1] % SUBLANES), (0, 0)))
         if split.of(PAIR):
-            at = jnp.arange(places.longest * keys)
+            at = jnp.arange(places.longest * keys, dtype=jnp.int32)
             by_key = jax.vmap(split.outside(PAIR, inputs), (None, None, None, 0))
             by_head = jax.vmap(by_key, (None, 0, None, None))
             made = jax.vmap(by_head, (0, None, 0, None))(places.b, head, places.q, at)

@@ -19,6 +19,8 @@ from polyattn_tpu.planning import RecurrentPlan
 
 Array = Any
 Arrays = Mapping[str, Array]
+LEAST = -1000.0
+"""Of a log decay: e^-1000 is 0 in float32, and -inf would have no difference from itself."""
 
 
 def recur(
@@ -89,23 +91,28 @@ def _masked(array: Array, count: Array) -> Array:
 
 
 def _decays(log: Array) -> tuple[Array, Array]:
-    """Return cumulated logarithms (tokens, heads), and exp(L_i - L_j) for j <= i, else 0."""
-    total = jnp.cumsum(log, axis=0)
-    apart = total[:, None] - total[None]
+    """Return what decays up to each token (tokens, heads), and of token j until i, 0 where j > i.
+
+    Logarithms are summed as whole numbers, which float32 holds, and as what is left of them: sums whose
+    difference is right after a token that forgets all.
+    """
+    log = jnp.maximum(log, LEAST)
+    whole = jnp.round(log)
+    total, rest = jnp.cumsum(whole, axis=0), jnp.cumsum(log - whole, axis=0)
+    apart = (total[:, None] - total[None]) + (rest[:, None] - rest[None])
     size = log.shape[0]
     below = (jnp.arange(size)[:, None] >= jnp.arange(size)[None])[..., None]
-    return total, jnp.where(below, jnp.exp(jnp.where(below, apart, 0.0)), 0.0)
+    return jnp.exp(total + rest), jnp.where(below, jnp.exp(jnp.where(below, apart, 0.0)), 0.0)
 
 
 def _decayed(q: Array, k: Array, v: Array, log: Array, state: Array) -> tuple[Array, Array]:
     """h_t = exp(log_t) h + k_t v_t'; o_t = q_t h_t. `state` (heads, K, V), the rest by token."""
-    total, decay = _decays(log)
+    since, decay = _decays(log)
     scores = einsum("ihk,jhk->ijh", q, k) * decay
     out = einsum("ijh,jhv->ihv", scores, v)
-    out = out + jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", q, state)
-    rest = jnp.exp(total[-1] - total)
-    state = jnp.exp(total[-1])[:, None, None] * state
-    return out, state + einsum("jhk,jhv->hkv", k * rest[..., None], v)
+    out = out + since[..., None] * einsum("ihk,hkv->ihv", q, state)
+    state = since[-1][:, None, None] * state
+    return out, state + einsum("jhk,jhv->hkv", k * decay[-1][..., None], v)
 
 
 def _step_size(spec: LayerSpec, dt: Array, params: Arrays, count: Array) -> Array:
@@ -181,23 +188,22 @@ def _gdn(
     if spec.recurrent.qk_norm:
         q, k = (t * lax.rsqrt((t * t).sum(-1, keepdims=True) + 1e-6) for t in (q, k))
     v, g, beta = (_masked(x[name], count) for name in ("v", "g", "beta"))
-    total, decay = _decays(g)
+    since, decay = _decays(g)
     size = v.shape[0]
     # What each token adds, u, depends on what those before it added: (I + M) u = beta (v - read).
     inner = einsum("ihk,jhk->ijh", k, k) * decay * beta[:, None]
     inner = jnp.where(jnp.eye(size, dtype=bool)[..., None], 0.0, inner)
-    read = jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", k, state)
+    read = since[..., None] * einsum("ihk,hkv->ihv", k, state)
     right = beta[..., None] * (v - read)
-    system = jnp.eye(size) + inner.transpose(2, 0, 1)
+    system = jnp.eye(size, dtype=inner.dtype) + inner.transpose(2, 0, 1)
     solve = jax.scipy.linalg.solve_triangular
     added = solve(system, right.transpose(1, 0, 2), lower=True, unit_diagonal=True)
     added = added.transpose(1, 0, 2)
     scores = einsum("ihk,jhk->ijh", q, k) * decay
     out = einsum("ijh,jhv->ihv", scores, added)
-    out = out + jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", q, state)
-    rest = jnp.exp(total[-1] - total)
-    state = jnp.exp(total[-1])[:, None, None] * state
-    return spec.scale * out, state + einsum("jhk,jhv->hkv", k * rest[..., None], added)
+    out = out + since[..., None] * einsum("ihk,hkv->ihv", q, state)
+    state = since[-1][:, None, None] * state
+    return spec.scale * out, state + einsum("jhk,jhv->hkv", k * decay[-1][..., None], added)
 
 
 CHUNKS = {

@@ -24,7 +24,14 @@ from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_
 from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup, StepPlan
-from polyattn.runtime.inputs import capturing, check_aligned, check_is_real, check_tensor, compiling
+from polyattn.runtime.inputs import (
+    capturing,
+    check_aligned,
+    check_apart,
+    check_is_real,
+    check_tensor,
+    compiling,
+)
 from polyattn.runtime.layer import Layer, Output
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.program import LayerParams
@@ -300,8 +307,11 @@ class Attention(Layer):
         out: Tensor | None,
     ) -> None:
         """Check what the step doesn't: the cache's form, inputs, addresses, values."""
-        if cache is not self._known_cache:
+        if cache is not self._known_cache or self.checks:
             check_tensor("query", query, step.device)
+            if isinstance(out, Tensor):
+                check_apart(out, query=query, key=key, value=value)
+        if cache is not self._known_cache:
             self._check_cache(cache)
             self._known_cache = cache
         if not self.own_keys:
@@ -311,7 +321,6 @@ class Attention(Layer):
             check_step_inputs(self.spec, self._from_step, step.batch)
         if not self.checks:
             return
-        check_tensor("query", query, step.device)
         if self.group.device.is_accelerator:
             check_aligned(query=query, key=key, value=value, out=out)
         if cache is not None and not capturing(query):

@@ -16,6 +16,7 @@ from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
+    check_apart,
     check_tensor,
     check_tensors,
     own_precision,
@@ -158,6 +159,8 @@ class Recurrent(Layer):
         check_tensors(device, out=(out, self.output_shape(tokens), self.dtype))
         if not out.is_contiguous():
             raise BatchError(f"out has strides {out.stride()}; a recurrence's output is contiguous")
+        if not fresh:
+            check_apart(out, **named)
         if not isinstance(cache, StateCache):
             raise BatchError(f"states is a {type(cache).__name__}; it must be a StateCache")
         check_tensor("states", cache.data, device)

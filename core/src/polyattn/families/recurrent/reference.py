@@ -163,8 +163,9 @@ def _rwkv7(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple
 
 
 def _rg_lru(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-    a = torch.exp(-8 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"]))
-    state = a * state + torch.sqrt(1 - a * a) * torch.sigmoid(x["input_gate"]) * x["x"]
+    log_a = -8 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"])
+    root = torch.sqrt(-torch.expm1(2 * log_a))  # 1 - a a, whose digits a close to 1 would cancel
+    state = torch.exp(log_a) * state + root * torch.sigmoid(x["input_gate"]) * x["x"]
     return state, state
 
 

@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.delta import solved
-from polyattn_triton.kernels.scan import chunk_of, sequence_of, state_of
+from polyattn_triton.kernels.scan import LEAST, chunk_of, sequence_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1000.0)
-"""Of a log decay: e^-1000 is 0 in float32, and infinity times 0 isn't."""
 
 
 @triton.jit

@@ -7,7 +7,7 @@ solves every chunk's by itself; `delta_kernel` walks a sequence's chunks with th
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import at_end, chunk_of, sequence_of, state_of
+from polyattn_triton.kernels.scan import chunk_decays, chunk_of, sequence_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
 
 
@@ -77,10 +77,8 @@ def system_kernel(
     if NORM:
         unit_q = _unit(q)
         unit_k = _unit(k)
-    total = tl.cumsum(g, 0)
-    last = at_end(total, rows, 0, left, CHUNK)
-    before = rows[:, None] >= rows[None, :]
-    decay = tl.exp(tl.where(before, total[:, None] - total[None, :], float("-inf")))
+    past = rows[:, None] >= rows[None, :]
+    since, decay, until, whole = chunk_decays(g, past, rows, 0, left, CHUNK, kind == tl.float32)
     decay *= unit_k[None, :]
     pairs = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * unit_q[:, None]
     low = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * (beta * unit_k)[:, None]
@@ -89,11 +87,10 @@ def system_kernel(
     tl.store(work + CHUNK, pairs.to(kind), mask=ok[:, None])
     tl.store(work, (solved(low, rows, CHUNK, narrow) * beta[None, :]).to(kind), mask=ok[:, None])
     factors = FACTORS + head.to(tl.int64) * (4 * tokens) + row
-    since = tl.exp(total)
     tl.store(factors, unit_q * since, mask=ok)
     tl.store(factors + tokens, unit_k * since, mask=ok)
-    tl.store(factors + 2 * tokens, unit_k * tl.exp(last - total), mask=ok)
-    tl.store(factors + 3 * tokens, tl.zeros([CHUNK], tl.float32) + tl.exp(last), mask=ok)
+    tl.store(factors + 2 * tokens, unit_k * until, mask=ok)
+    tl.store(factors + 3 * tokens, tl.zeros([CHUNK], tl.float32) + whole, mask=ok)
 
 
 @triton.jit

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from polyattn_triton.kernels.tiles import load_tile, store_tile
 
+LEAST = tl.constexpr(-104.0)
+"""Of a log decay: e^-104 is 0 in float32. Infinity times 0 isn't, and has no difference from itself."""
+
 
 @triton.jit
 def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
@@ -151,13 +154,29 @@ def conv_kernel(
 
 
 @triton.jit
-def at_end(total, at, first, count, CHUNK: tl.constexpr):
-    """The running sum at a chunk's last token: a sum taken apart from it is rounded otherwise.
+def chunk_decays(g, past, at, first, count, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """What decays since a chunk's begin, from token to token, until its end, and in all of it.
 
-    The last token's own share is the exponential of their difference, which must be 1; where a
-    token forgets by exp(-40), eleven of them make sums whose last place is 3e-5.
+    The last token's own share must be 1, so that the sum at the end is the running one.
+    `EXACT`: log decays are summed as whole numbers, which float32 holds, and as what is left of them. Of
+    one sum, differences are off by up to 3e-4 after tokens that forget much: half a place of float16.
     """
-    return tl.sum(tl.where(at == tl.minimum(first + CHUNK, count) - 1, total, 0.0), 0)
+    g = tl.where(g < LEAST, LEAST, g)
+    last = at == tl.minimum(first + CHUNK, count) - 1
+    if EXACT:
+        whole = tl.floor(g + 0.5)
+        total = tl.cumsum(whole, 0)
+        rest = tl.cumsum(g - whole, 0)
+        since = tl.exp(total + rest)
+        apart = (total[:, None] - total[None, :]) + (rest[:, None] - rest[None, :])
+        to_end = (tl.sum(whole, 0) - total) + (tl.sum(tl.where(last, rest, 0.0), 0) - rest)
+    else:
+        rest = tl.cumsum(g, 0)
+        since = tl.exp(rest)
+        apart = rest[:, None] - rest[None, :]
+        to_end = tl.sum(tl.where(last, rest, 0.0), 0) - rest
+    between = tl.exp(tl.where(past, apart, float("-inf")))
+    return since, between, tl.exp(to_end), tl.sum(tl.where(last, since, 0.0), 0)
 
 
 @triton.jit
@@ -191,6 +210,7 @@ def gated_kernel(
     group = head // EACH
     rows = tl.arange(0, CHUNK)
     past = rows[:, None] >= rows[None, :]
+    EXACT: tl.constexpr = MAMBA and V.dtype.element_ty == tl.float32  # equal rates need it never
     for first in range(0, count, CHUNK):
         at = first + rows
         ok = at < count
@@ -210,14 +230,12 @@ def gated_kernel(
             v = (x.to(tl.float32) * dt[:, None]).to(k.dtype)  # float32 where B and C are
         else:
             g = tl.where(ok, rate, 0.0)
-        total = tl.cumsum(g, 0)
-        last = at_end(total, at, first, count, CHUNK)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = s * tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
-        y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+        since, between, until, whole = chunk_decays(g, past, at, first, count, CHUNK, EXACT)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
+        y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
         y = tl.dot(s.to(v.dtype), v, y, input_precision="ieee")
-        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(k.dtype)
-        h = tl.dot(tl.trans(kept), v, h * tl.exp(last), input_precision="ieee")
+        kept = (k.to(tl.float32) * until[:, None]).to(k.dtype)
+        h = tl.dot(tl.trans(kept), v, h * whole, input_precision="ieee")
         y = y * scale
         if HAS_D:
             y += skip * x.to(tl.float32)
