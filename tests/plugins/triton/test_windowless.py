@@ -38,6 +38,11 @@ def test_a_window_is_left_out_up_to_its_width(name: str) -> None:
         assert way == ("none" if int(step.rpartition(" ")[2]) <= 37 else "window"), step
 
 
+def test_shared_blocks_are_read_without_it_too() -> None:
+    ways = [told()[f"shared, within {window}"] for window in (115, 114)]
+    assert ways == ["none", "window"]
+
+
 @pytest.mark.parametrize("name", ["captured", "bounds", "alike"])
 def test_a_window_stays_where_other_lengths_may_come_or_bits_count(name: str) -> None:
     ways = [way for step, way in told().items() if step.startswith(f"{name}, ")]
@@ -72,7 +77,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 64}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 64}], ids=str
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_its_plan_is_that_of_the_layer_without_a_window(
     planned: Any, step: str, changes: dict[str, Any]

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import torch
 from polyattn import Device, LayerSpec, RopeSpec
+from polyattn.conformance.case import Case
+from polyattn.conformance.checks.forests import forest
 from polyattn.conformance.harness.base import Harness
+from polyattn_triton.attention import TritonAttention
+from polyattn_triton.prefix import PrefixPlan
 
 torch.set_num_threads(1)
 DEVICE = Device("cpu", "x86_64", torch_device="cpu")
@@ -45,7 +49,25 @@ def steps(longest: int, cached: bool) -> dict[str, list[tuple[int, int]]]:
     }
 
 
+def share(window: int) -> None:
+    """Decode rows that share blocks, the longest of 115 keys."""
+    spec, plan = BASE.replace(sliding_window=window), TritonAttention.plan
+    plans = []
+
+    def planned(self, *step):  # type: ignore[no-untyped-def]
+        plans.append(plan(self, *step))
+        return plans[-1]
+
+    TritonAttention.plan = planned  # type: ignore[method-assign]
+    forest(Case("forest", "", spec, "one run"), Harness("TRITON_ATTN", DEVICE, 7))
+    TritonAttention.plan = plan  # type: ignore[method-assign]
+    assert isinstance(plans[-1], PrefixPlan)
+    print(f"shared, within {window}: {'none' if plans[-1].windowless else 'window'}", flush=True)
+
+
 if __name__ == "__main__":
+    share(115)
+    share(114)
     for name, spec in LAYERS.items():
         harness = Harness("TRITON_ATTN", DEVICE, 7)
         layer = harness.layer(spec)
