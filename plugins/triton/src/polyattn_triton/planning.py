@@ -261,7 +261,7 @@ class PlannedAttention(AttentionBackend):
         if self.packed is None or self.in_rows or bound or not self.least_split:
             return False
         heads, least = self.spec.num_kv_heads, LONG * self.packed.block_n * self.num_sms
-        total, longest = int(batch.host_lens.sum()), int(batch.host_lens.max(initial=0))
+        total, longest = int(batch.host_lens.sum()), batch.max_seq_len
         few = batch.num_seqs * heads <= self.num_sms or longest * batch.num_seqs > EVEN * total
         return few and longest > LONG_KEYS and total * heads >= least
 
