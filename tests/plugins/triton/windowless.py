@@ -32,6 +32,10 @@ LAYERS = {
     "encoder": BASE.replace(
         sliding_window=WIDTH, causal=False, role="encoder_only", block_size=None
     ),
+    "keys of the call": BASE.replace(
+        sliding_window=WIDTH, causal=False, cached=False, block_size=None
+    ),
+    "chunks both ways": BASE.replace(chunk_size=WIDTH, causal=False, cached=False, block_size=None),
     "captured": BASE.replace(sliding_window=WIDTH, graph_capture="uniform"),
     "bounds": BASE.replace(sliding_window=WIDTH, length_bounds=True),
     "alike": BASE.replace(sliding_window=WIDTH, batch_invariant=True),
@@ -39,9 +43,9 @@ LAYERS = {
 
 
 def steps(longest: int, cached: bool) -> dict[str, list[tuple[int, int]]]:
-    """Return steps whose longest sequence has so many keys."""
+    """Return steps whose longest sequence has so many keys, or queries that begin before them."""
     if not cached:
-        return {"encoded": [(longest, longest), (5, 5), (1, 1)]}
+        return {"encoded": [(longest, longest), (5, 5), (1, 1)], "queries": [(longest, 9), (5, 2)]}
     return {
         "decodes": [(1, longest), (1, 0), (1, 9)],
         "prompts": [(longest, longest), (20, 20)],

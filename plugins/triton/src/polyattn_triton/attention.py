@@ -103,7 +103,8 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
-        if self.all_seen and reuse is None and batch.max_seq_len <= self.all_seen:
+        longest = self.all_seen
+        if longest and reuse is None and batch.max_query_len <= longest >= batch.max_seq_len:
             plan = self.windowless.plan(batch)
             assert isinstance(plan, StepPlan)
             plan.windowless = True

@@ -91,15 +91,16 @@ Of 201 by the portable one, whole tiles took 0.73 of the time."""
 
 
 def all_seen(spec: LayerSpec) -> int:
-    """Return up to how many keys of each sequence a window and chunks hide none.
+    """Return up to how many queries and keys of each sequence a window and chunks hide none.
 
     0: they stay anyway. What is captured, or planned by bounds, runs for other lengths, too; other
     kernels may round otherwise, where no step may change a bit; a layer's functions are compiled before
-    the first step.
+    the first step. Without a causal mask, queries may lie before the first key, in another chunk.
     """
     widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
     stay = spec.graph_capture or spec.length_bounds or spec.batch_invariant
-    return 0 if stay or spec.variant or spec.mask or not widths else min(widths)
+    stay = stay or spec.variant or spec.mask or (spec.chunk_size and not spec.causal)
+    return 0 if stay or not widths else min(widths)
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:
