@@ -98,9 +98,11 @@ def all_seen(spec: LayerSpec) -> int:
     the first step. Without a causal mask, queries may lie before the first key, in another chunk.
     """
     widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
-    stay = spec.graph_capture or spec.length_bounds or spec.batch_invariant
-    stay = stay or spec.variant or spec.mask or (spec.chunk_size and not spec.causal)
-    return 0 if stay or not widths else min(widths)
+    stays = (
+        spec.graph_capture, spec.length_bounds, spec.batch_invariant, spec.variant, spec.mask,
+        spec.chunk_size and not spec.causal,
+    )  # fmt: skip
+    return min(widths) if widths and not any(stays) else 0
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:

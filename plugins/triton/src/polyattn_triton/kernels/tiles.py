@@ -11,7 +11,7 @@ def in_elements(strides, UNIT: tl.constexpr):
     """Strides in elements, of those that count in units of `UNIT` elements (`launch.in_units`)."""
     elements = ()
     for i in tl.static_range(len(strides)):
-        elements = elements + (strides[i] * UNIT,)  # noqa: RUF005
+        elements = elements + (strides[i] * UNIT,)  # type: ignore[assignment]  # noqa: RUF005
     return elements
 
 
