@@ -17,11 +17,11 @@ from polyattn_triton.launch import (
     Site,
     Workspace,
     fitting,
-    in_units,
     launches_early,
     power,
     to_device,
 )
+from polyattn_triton.plan import StepPlan
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,
@@ -41,7 +41,7 @@ from polyattn_triton.variants import (
 )
 
 
-class PrefixPlan(Plan):
+class PrefixPlan(StepPlan):
     """One step of decodes over shared keys: its grid, its work and where in it what lies.
 
     `several`: some rows have several tokens.
@@ -174,11 +174,10 @@ class PrefixLauncher:
                 NO_ROWS if read is None else read.constants(apart=False),
                 plan.several,
             )
-            ints, unit = in_units((*step.query.stride()[:2], *key[:3], *value[:3]))
             site = self._sites[which] = Site(
                 prefix_kernel,
-                ints,
-                (*constants, unit),
+                (*step.query.stride()[:2], *key[:3], *value[:3]),
+                constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
         scale, _, soft_cap = step.factors
