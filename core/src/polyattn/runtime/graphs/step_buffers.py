@@ -202,6 +202,10 @@ class StepBuffers:
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
 
+    def rows(self, batch: Batch) -> slice | Tensor:
+        """Return where a graph has the tokens of the step that was filled in."""
+        return slice(batch.num_tokens)
+
     def _targets(self, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Return where each token's state goes, and what that is copied to.
 
