@@ -173,7 +173,11 @@ def attend_cached(
         ends = _ends(cache, host, new)
         if turns is not None:
             last = (n + max(0, count - 1) * step for n, count in zip(host, lens_of, strict=True))
-            _check_turns(turns, max([*last, *(n - 1 for n in ends)], default=-1))
+            furthest = max([*last, *(n - 1 for n in ends)], default=-1)
+            if furthest >= turns.cos.shape[0]:
+                raise CacheError(
+                    f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {furthest}"
+                )
     tokens = query.flatten(0, 1) if query_lens is None else query
     if turns is not None:
         tokens = turns.applied(tokens, _positions(lens, lens_of, query.device, step)[1])
@@ -310,13 +314,6 @@ def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]
         if not 0 <= place < cache.key.shape[0]:
             raise CacheError(f"rows[{row}]={place}: the cache has {cache.key.shape[0]} rows")
     return ends
-
-
-def _check_turns(turns: RotaryTables, last: int) -> None:
-    if last >= turns.cos.shape[0]:
-        raise CacheError(
-            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
-        )
 
 
 def _append(

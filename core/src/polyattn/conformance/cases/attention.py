@@ -294,13 +294,11 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
         for cached in caches(caps, base, every=False):
-            for name in (n for n in claimed if _fits_a_quantised_cache(n)):
-                changes = FEATURE_FIELDS[name] | _cached(caps, cached)
-                yield f"pair {cached} {name}", base.replace(**changes)
-
-
-def _fits_a_quantised_cache(name: str) -> bool:
-    return "kv_cache_dtype" not in FEATURE_FIELDS[name] and name not in LEVELS
+            for name in claimed:
+                fields = FEATURE_FIELDS[name]
+                if "kv_cache_dtype" not in fields and name not in LEVELS:
+                    changes = fields | _cached(caps, cached)
+                    yield f"pair {cached} {name}", base.replace(**changes)
 
 
 def _behaviour(

@@ -158,11 +158,11 @@ class StepGraphs:
             raise BatchError(f"groups={shown(groups)} must be a list of LayerGroup")
         flag("shared_prefix", shared_prefix, BatchError)
         blocks = {g.cache_format.block_size for g in groups if g.cache_format is not None}
-        if not groups or len(blocks) > 1:
+        if not groups:
+            raise BatchError("a captured step needs the groups of its layers")
+        if len(blocks) > 1:
             raise BatchError(
                 f"a captured step has one block table; its groups walk blocks of {sorted(blocks)}"
-                if groups
-                else "a captured step needs the groups of its layers"
             )
         for group in groups:
             group.finish_builds()
