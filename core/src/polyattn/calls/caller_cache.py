@@ -173,11 +173,7 @@ def attend_cached(
         ends = _ends(cache, host, new)
         if turns is not None:
             last = (n + max(0, count - 1) * step for n, count in zip(host, lens_of, strict=True))
-            furthest = max([*last, *(n - 1 for n in ends)], default=-1)
-            if furthest >= turns.cos.shape[0]:
-                raise CacheError(
-                    f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {furthest}"
-                )
+            _check_turns(turns, max([*last, *(n - 1 for n in ends)], default=-1))
     tokens = query.flatten(0, 1) if query_lens is None else query
     if turns is not None:
         tokens = turns.applied(tokens, _positions(lens, lens_of, query.device, step)[1])
@@ -291,6 +287,13 @@ def _room(cache: CallerCache) -> int:
     """Return how many tokens a sequence may have."""
     table = cache.block_table
     return cache.key.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _check_turns(turns: RotaryTables, last: int) -> None:
+    if last >= turns.cos.shape[0]:
+        raise CacheError(
+            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
+        )
 
 
 def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]:

@@ -236,10 +236,8 @@ def recurrent_refills(case: Case, harness: Harness, layer: Recurrent) -> Iterato
     lengths = RECURRENT[case.batch]
     size, longest = _room(_to_capture(case, harness, layer, lengths).batch, 2)
     pads = layer.group.planner.padding_rows
-    buffers = StepBuffers(
-        size.rows, size.query_len, longest, None, harness.torch_device,
-        padding_rows=pads, state_targets=size.state_targets,
-    )  # fmt: skip
+    rows = size.rows, size.query_len, longest, None
+    buffers = StepBuffers(*rows, harness.torch_device, 0, False, pads, size.state_targets)
     steps = (lengths, lengths[::-1], lengths[1:])
     works = (_to_capture(case, harness, layer, chosen) for chosen in steps)
     captured = layer.group.plan(buffers.batch([longest] * size.rows))

@@ -275,9 +275,7 @@ class AttentionStep(StepPlan):
                     self.call(query, key, value, cache, params, view, lse)
                     return out
                 raise bad_input("out", out, self.out_shape, self.out_dtype)
-            if out.stride()[2] != 1:
-                raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
-            check_apart(out)
+            _check_strides(out)
         if key is not None and value is not None:
             key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
@@ -439,3 +437,9 @@ class Planner(StepPlanner):
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)
+
+
+def _check_strides(out: Tensor) -> None:
+    if out.stride()[2] != 1:
+        raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
+    check_apart(out)
