@@ -95,7 +95,7 @@ class MixedBuffers(StepBuffers):
             batch: the step.
 
         """
-        _, prompts = self._kinds(batch)
+        _, prompts = self._split(batch)
         tokens = sum(batch.query_lens[i] for i in prompts)
         room = len(prompts) <= self.size.prompts and tokens <= self.size.prompt_tokens
         room = room and batch.state_targets is None
@@ -112,7 +112,7 @@ class MixedBuffers(StepBuffers):
 
         """
         size, queries = self.size, batch.query_lens
-        decodes, prompts = self._kinds(batch)
+        decodes, prompts = self._split(batch)
         counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
         left, missing = size.prompt_tokens - sum(counts), size.rows - len(decodes)
         filled = [*counts, left] + [size.query_len] * size.rows
@@ -145,7 +145,7 @@ class MixedBuffers(StepBuffers):
         """
         return self.places[: batch.num_tokens]
 
-    def _kinds(self, batch: Batch) -> tuple[list[int], list[int]]:
+    def _split(self, batch: Batch) -> tuple[list[int], list[int]]:
         """Return the rows that go to the decodes' room, and all others."""
         each = self.size.query_len
         decodes = [i for i, n in enumerate(batch.query_lens) if n == each][: self.size.rows]

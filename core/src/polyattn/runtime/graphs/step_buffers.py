@@ -225,10 +225,10 @@ class StepBuffers:
 
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for goal, source in pairs:
-        goals, sources = kinds.setdefault(source.dtype, ([], []))
+        goals, sources = by_dtype.setdefault(source.dtype, ([], []))
         goals.append(raw(goal))
         sources.append(raw(source))
-    for goals, sources in kinds.values():
+    for goals, sources in by_dtype.values():
         torch._foreach_copy_(goals, sources)
