@@ -286,12 +286,11 @@ class _Reader:
         """Write an operation of nodes; after the first, numbers that aren't `_node`s are constants."""
         first, *rest = args
         nodes = [int(first)]
-        nodes += [
-            int(a)
-            if isinstance(a, _Node)
-            else self.trace.add("constant", what=float(a) if kind == FLOAT else int(a), kind=kind)
-            for a in rest
-        ]
+        for each in rest:
+            if not isinstance(each, _Node):
+                number = float(each) if kind == FLOAT else int(each)
+                each = self.trace.add("constant", what=number, kind=kind)
+            nodes.append(int(each))
         return _Node(self.trace.add(op, tuple(nodes)))
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
@@ -439,14 +438,14 @@ class _Reader:
         return self._made(whole, own.shape, dtype)
 
     def _stack(self, parts: Sequence[Any], dim: int = 0) -> Any:
-        rank = len(_shape(parts[0])) + 1
-        wide = [
-            _Array(p.node, np.expand_dims(p.at, dim % rank), p.dtype)
-            if isinstance(p, _Array)
-            else p.unsqueeze(dim)
-            for p in parts
-        ]
-        return self._cat(wide, dim % rank)
+        dim %= len(_shape(parts[0])) + 1
+        wide = []
+        for part in parts:
+            if isinstance(part, _Array):
+                wide.append(_Array(part.node, np.expand_dims(part.at, dim), part.dtype))
+            else:
+                wide.append(part.unsqueeze(dim))
+        return self._cat(wide, dim)
 
     def _clamp(self, value: _Array, low: Any = None, high: Any = None) -> _Array:
         for op, bound in (("maximum", low), ("minimum", high)):
