@@ -118,10 +118,8 @@ def main() -> int:
     pinned = pins(arguments.which, bounds, instead)
     if arguments.resolve:
         ask = [sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed"]
-        ask += [
-            "--only-binary",
-            ":all:",
-        ]  # else pip builds what has no wheel, to read its requirements
+        # Else pip builds what has no wheel, to read its requirements.
+        ask += ["--only-binary", ":all:"]
         own = [str(each) for each in bounds if each.name not in instead]
         return subprocess.run([*ask, "--report", "-", *pinned, *own], check=False).returncode
     folder = ROOT / "build" / "versions" / arguments.which

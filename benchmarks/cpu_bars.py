@@ -132,11 +132,9 @@ class Visit:
         met = None if bar is None else (value >= bar if bar >= 0 else value <= -bar)
         self.rows.append({"isa": self.isa, "what": what, "value": value, "unit": unit, "bar": bar,
                           "met": met, **more})  # fmt: skip
-        said = (
-            ""
-            if bar is None
-            else f"  {'yes' if met else 'no '} ({'>=' if bar >= 0 else '<='} {abs(bar):g})"
-        )
+        said = ""
+        if bar is not None:
+            said = f"  {'yes' if met else 'no '} ({'>=' if bar >= 0 else '<='} {abs(bar):g})"
         rest = " ".join(f"{k}={v:.4g}" for k, v in more.items())
         print(f"{self.isa:12} {what:44} {value:8.3g} {unit:9}{said}  {rest}", flush=True)
 
@@ -403,10 +401,8 @@ class Visit:
                 ratio = self._level(backend, row, SHRUNK.get(name, 16))
                 ratios[f"{name}: {row.name}"] = ratio
                 self.row(f"{backend} at a level: {name}: {row.name}", ratio, "x")
-            mean, worst = (
-                statistics.geometric_mean(ratios.values()),
-                max(ratios, key=ratios.__getitem__),
-            )
+            mean = statistics.geometric_mean(ratios.values())
+            worst = max(ratios, key=ratios.__getitem__)
             self.row(f"{backend} at a level: geometric mean", mean, "x", -1.05, rows=len(ratios))
             self.row(f"{backend} at a level, worst: {worst}", ratios[worst], "x", -1.15)
 

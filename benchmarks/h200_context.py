@@ -84,10 +84,8 @@ def step(way: str, length: int, context: ContextParallel) -> dict[str, Any]:
         table = torch.arange(length // block, dtype=torch.int32, device=KIND)[None]
         return Batch.from_lens([tokens], [length], table, block)
 
-    whole, own = (
-        one.allocate_cache(length // size),
-        shared.allocate_cache(length // shared.block_size),
-    )
+    whole = one.allocate_cache(length // size)
+    own = shared.allocate_cache(length // shared.block_size)
     if decode:
         _share(whole, own, context)
     plan, steps = one.plan(batch(size)), batch(shared.block_size)

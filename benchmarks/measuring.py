@@ -212,11 +212,8 @@ def rotate_and_store(work: Any, norms_apart: bool = False) -> Call:
     fused = torch.cat([part.flatten(1) for part in parts], dim=1)
     split = fused.split([part[0].numel() for part in parts], dim=1)
     query, key, value = (p.unflatten(1, q.shape[1:]) for p, q in zip(split, parts, strict=True))
-    before, rotation, params = (
-        work.plan.before,
-        rotation_of(work.spec, work.batch),
-        work.layer.params,
-    )
+    before, params = work.plan.before, work.layer.params
+    rotation = rotation_of(work.spec, work.batch)
     run, norms, norm = before.rotated_by, before.norms(params), work.spec.qk_norm
     if not norms_apart or norms is None:
         new = NewTokens(query, key, value, norms=norms)

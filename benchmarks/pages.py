@@ -133,11 +133,9 @@ def _line(row: Row, records: dict[str, dict[str, Any]]) -> str:
     text += f"; no figure: {', '.join(missing)}" if missing else ""
     error = max((r["error"] for r in shown.values() if "error" in r), default=None)
     when = ", ".join(dict.fromkeys(f"{r['date']} at {r['commit']}" for r in shown.values()))
-    bar = (
-        ""
-        if row.bar is None
-        else f"{row.bar}{'' if met is None else ': met' if met else ': **missed**'}"
-    )
+    bar = "" if row.bar is None else f"{row.bar}"
+    if bar and met is not None:
+        bar += ": met" if met else ": **missed**"
     return (
         f"| {row.name} | {text} | {'' if ratio is None else f'{ratio:.2f}'} | {bar} | "
         f"{'' if error is None else f'{error:.1e}'} | {when} |"

@@ -224,11 +224,8 @@ def triton_mla(dice: Dice, **fields: Any) -> Drawn:
 def mla_captured(dice: Dice) -> Drawn:
     """Prompts that have so many tokens together, or drafts, in the buffers of the first step."""
     backend, _ = triton_mla(dice, graph_capture="any")
-    prompts, tokens, rows = (
-        dice.choice((0, 1, 3, 6)),
-        dice.choice((7, 40, 300)),
-        dice.choice((1, 8)),
-    )
+    prompts, tokens = dice.choice((0, 1, 3, 6)), dice.choice((7, 40, 300))
+    rows = dice.choice((1, 8))
     each, size = dice.choice((1, 3, 16, 20)), backend.cache.block_size
     table = torch.zeros(max(prompts, rows), -(-2 * LONGEST // size), dtype=torch.int32)
 

@@ -50,10 +50,8 @@ def quest(query: Tensor, cache: KVCache, batch: Batch, pages: int) -> Tensor:
     keys, there = blocks_of(cache, batch)
     seqs, position = places(batch)
     hidden = ~there[..., None, None]
-    low, high = (
-        keys.masked_fill(hidden, torch.inf).amin(2),
-        keys.masked_fill(hidden, -torch.inf).amax(2),
-    )
+    low = keys.masked_fill(hidden, torch.inf).amin(2)
+    high = keys.masked_fill(hidden, -torch.inf).amax(2)
     low, high = (x.repeat_interleave(query.shape[1] // x.shape[2], 2)[seqs] for x in (low, high))
     q = query.float()[:, None]
     bound = torch.maximum(q * low, q * high).sum(-1).transpose(1, 2)

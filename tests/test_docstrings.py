@@ -87,9 +87,8 @@ def fields(public: Any) -> list[str]:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_tells_its_fields_and_an_example(name: str) -> None:
     text = told = inspect.getdoc(PUBLIC[name]) or ""
-    if not re.search(
-        r"^(Args|Attributes):$", text, re.MULTILINE
-    ):  # where the constructor is declared
+    # Arguments stand where the constructor is declared.
+    if not re.search(r"^(Args|Attributes):$", text, re.MULTILINE):
         declaring = [c for c in PUBLIC[name].__mro__[1:] if "Args:" in (c.__doc__ or "")]
         told = inspect.getdoc(declaring[0]) or "" if declaring else text
     own = re.split(r"^(?:Args|Attributes):\n", told, flags=re.MULTILINE)[-1].partition("\n\n")[0]

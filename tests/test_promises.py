@@ -182,9 +182,8 @@ def test_every_public_name_is_there() -> None:
         assert getattr(polyattn, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'atention'") as caught:
         polyattn.atention  # noqa: B018
-    assert (
-        caught.value.name == "atention" and caught.value.obj is polyattn
-    )  # for Python's suggestion
+    # For Python's suggestion.
+    assert caught.value.name == "atention" and caught.value.obj is polyattn
 
 
 def test_import_contracts() -> None:

@@ -137,11 +137,8 @@ def replayed(
         empty = torch.zeros(size, 1, dtype=torch.int32)
         first = runner.step([each] * size, size, empty, each)
         # Without graphs a layer goes by its lengths, of which a captured step has bounds.
-        step = (
-            builder.build_for_cudagraph_capture(first)
-            if DEVICE == "cuda"
-            else builder.build(0, first)
-        )
+        cuda = DEVICE == "cuda"
+        step = builder.build_for_cudagraph_capture(first) if cuda else builder.build(0, first)
         query = torch.zeros(size * each, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
         captured[size] = Captured(partial(runner.attend, query, step)), query
     error, backends = 0.0, next(iter(builder.groups.values())).selection.decision.summary()

@@ -149,10 +149,8 @@ def test_what_new_tokens_and_turns_lack() -> None:
         attend_cached(
             query, [2, 2], CallerCache(*caches), 3, CallOptions(), new=NewKeys(key, key, [2])
         )
-    turns, new = (
-        RotaryTables(torch.ones(9, 4), torch.zeros(9, 4), "neox"),
-        NewKeys(key, key, [1, 1]),
-    )
+    turns = RotaryTables(torch.ones(9, 4), torch.zeros(9, 4), "neox")
+    new = NewKeys(key, key, [1, 1])
     for causal, length, last in ((True, 8, 9), (False, 9, 9)):
         with pytest.raises(CacheError, match=f"9 positions; a token stands at {last}"):
             attend_cached(

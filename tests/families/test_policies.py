@@ -167,10 +167,8 @@ def test_nsa(lengths: list[tuple[int, int]], backend: str) -> None:
     step = Step(lengths, fine)
     means = [[x.unfold(0, BLOCK, BLOCK).mean(-1) if len(x) >= BLOCK else x[:0] for x in rows]
              for rows in (step.keys, step.values)]  # fmt: skip
-    entries, table = (
-        coarse.group.allocate_cache(len(lengths)),
-        torch.arange(len(lengths)).view(-1, 1),
-    )
+    entries = coarse.group.allocate_cache(len(lengths))
+    table = torch.arange(len(lengths)).view(-1, 1)
     for row, (key, value) in enumerate(zip(*means, strict=True)):
         entries.key[row, : len(key)], entries.value[row, : len(value)] = key, value
     of_entries = Batch.from_lens(*map(list, zip(*lengths, strict=True)))

@@ -80,10 +80,8 @@ def test_kda_is_transformers_kimi_delta_attention() -> None:
         recurrent=RecurrentSpec(qk_norm=True),
     )
     inputs, params = given(spec)
-    inputs["q"], inputs["k"] = (
-        inputs["q"] * 3.0,
-        inputs["k"] * 0.2,
-    )  # a length that norming must undo
+    # A length that norming must undo.
+    inputs["q"], inputs["k"] = inputs["q"] * 3.0, inputs["k"] * 0.2
     batched = [inputs[name][None] for name in ("q", "k", "v", "g", "beta")]
     for function in (kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention):
         out, _ = function(

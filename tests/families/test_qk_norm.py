@@ -90,10 +90,8 @@ def test_a_layer_without_a_cache_and_one_whose_keys_are_another_s() -> None:
     q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
     normed = [torch.nn.functional.rms_norm(x, (16,), weight, 1e-6) for x in (q, k)]
     spec = SPEC.replace(cached=False, role=Role.ENCODER_ONLY, causal=False, rope=None)
-    layer, bare = (
-        Attention(spec, q_norm=weight, k_norm=weight),
-        Attention(spec.replace(qk_norm=None)),
-    )
+    layer = Attention(spec, q_norm=weight, k_norm=weight)
+    bare = Attention(spec.replace(qk_norm=None))
     batch = Batch([0, 2, 5], [2, 3])
     wanted = bare(*normed, v, None, bare.group.plan(batch))
     torch.testing.assert_close(layer(q, k, v, None, layer.group.plan(batch)), wanted)

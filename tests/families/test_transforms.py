@@ -124,10 +124,8 @@ def test_keys_that_are_given_whole() -> None:
     told, _ = reference.forward(spec, query, key, value, None, batch, layer.params)
     assert output_error(found, told) < 2e-5
     for index, (start, length) in enumerate(zip(starts, LENS, strict=True)):
-        rows, mine = (
-            slice(batch.starts[index], batch.starts[index + 1]),
-            slice(start, start + length),
-        )
+        rows = slice(batch.starts[index], batch.starts[index + 1])
+        mine = slice(start, start + length)
         expected = by_hand(
             ALL, query[rows], key[mine], value[mine], gain, index, length - QUERIES[index]
         )  # fmt: skip

@@ -142,9 +142,8 @@ def test_a_planted_claim_is_nowhere_called_measured(recorded: Any) -> None:
     for info in planted:
         for build in info.builds:
             assert all(build.proof_at(where) is Proof.DECLARED for where in info.proof)
-    layer = LayerSpec(
-        num_heads=6, num_kv_heads=2, head_size=64
-    )  # no other test's: choices are kept
+    # No other test has this layer: choices are kept.
+    layer = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64)
     for device in (CPU, "h100-sxm"):
         said = select(layer, device=device).explain()
         assert " declared" in said and "measured)" not in said and "measured in part" not in said

@@ -61,9 +61,8 @@ def test_stretches_have_every_key_tile_once(most: int, count: int, items: tuple[
             pieces = walked(Work(torch.from_numpy(dealt.work()), faults), programs, False)
             order = np.lexsort((pieces.begin, pieces.part, pieces.seq))
             tile, begin, part = pieces.seq[order], pieces.begin[order], pieces.part[order]
-            end = np.clip(
-                pieces.end[order], 0, keys[tile]
-            )  # below 0: not all of its queries' units
+            # Below 0: not all of its queries' units.
+            end = np.clip(pieces.end[order], 0, keys[tile])
             case = (keys, programs, item, least)
             first = np.diff(tile, prepend=-1) > 0
             assert not faults and tile[first].tolist() == list(range(len(keys))), case

@@ -40,10 +40,8 @@ def cache_of(form: CacheFormat, lies: str, blocks: int) -> KVCache:
 def histories_agree(backend: str, lies: str = "side by side", **changes: int) -> None:
     """Random parents at every step: each beam takes over another's tokens, and its indirection."""
     spec = SPEC.replace(**changes)
-    of_blocks, layout = (
-        spec.replace(block_size=SIZE),
-        Settings(layout="HND" if lies == "HND" else "NHD"),
-    )
+    of_blocks = spec.replace(block_size=SIZE)
+    layout = Settings(layout="HND" if lies == "HND" else "NHD")
     group = LayerGroup(select(of_blocks, "cpu", backend=backend, settings=layout))
     by_token = LayerGroup(select(spec.replace(block_size=1), "cpu", backend=backend))
     context_layer, layer = Attention(group, checks=True), Attention(by_token, checks=True)

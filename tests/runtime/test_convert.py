@@ -130,10 +130,8 @@ def test_equal_formats_and_scales_keep_every_byte(name: str) -> None:
 @pytest.mark.parametrize("elements", [1, 48 * HEADS * SIZE, 1 << 22])
 def test_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyattn.runtime.cache.convert.AT_ONCE", elements)
-    source, target = (
-        cache("float32", ("NHD", False, 16), 9),
-        cache("bfloat16", ("NHD", False, 48), 3),
-    )
+    source = cache("float32", ("NHD", False, 16), 9)
+    target = cache("bfloat16", ("NHD", False, 48), 3)
     source.key.normal_()
     source.value.normal_()
     convert_blocks(source, target, range(9), [2, 0, 1])

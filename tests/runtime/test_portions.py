@@ -172,10 +172,8 @@ def test_a_step_that_was_planned_for_other_texts_is_told(chunk: int) -> None:
         check_calls(step)
 
 
-LENS, BLOCKS = (
-    [50, 70, 33, 40],
-    [[1, 2, 3, 4, 0], [1, 2, 3, 5, 6], [1, 2, 7, 0, 0], [8, 9, 10, 0, 0]],
-)
+LENS = [50, 70, 33, 40]
+BLOCKS = [[1, 2, 3, 4, 0], [1, 2, 3, 5, 6], [1, 2, 7, 0, 0], [8, 9, 10, 0, 0]]
 """Rows of one token over blocks of 16: three of them share two blocks, two of these a third."""
 
 

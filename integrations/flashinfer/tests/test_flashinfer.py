@@ -27,10 +27,8 @@ def attention(
     sizes, bias = (len(query), len(key)), None
     behind = distances(*sizes)
     if pos_encoding_mode == "ROPE_LLAMA":
-        query, key = (
-            turned(query.double(), behind[:, 0]),
-            turned(key.double(), torch.arange(len(key))),
-        )
+        query = turned(query.double(), behind[:, 0])
+        key = turned(key.double(), torch.arange(len(key)))
     if pos_encoding_mode == "ALIBI":
         assert query.shape[1] == 6  # ALiBi's slopes of a number that is no power of two
         slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])

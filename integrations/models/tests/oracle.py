@@ -265,16 +265,12 @@ def _norm_differences(spec: LayerSpec, call: Call) -> list[str]:
     seen = call.query[0, :, 0].double()
     raw = call.projected.reshape(-1, heads, call.projected.shape[-1] // heads)[0].double()
     raw = raw[:, : spec.head_size]  # a gate may come after it
-    forms = (
-        [norm]
-        if norm is not None
-        else [
-            NormSpec(over=over, eps=module.config.rms_norm_eps, offset=offset)
-            for over in ("head", "token")
-            for offset in (0.0, 1.0)
-            if weight.shape == (spec.head_size * (heads if over == "token" else 1),)
-        ]
-    )
+    forms = [norm] if norm is not None else [
+        NormSpec(over=over, eps=module.config.rms_norm_eps, offset=offset)
+        for over in ("head", "token")
+        for offset in (0.0, 1.0)
+        if weight.shape == (spec.head_size * (heads if over == "token" else 1),)
+    ]  # fmt: skip
     fits = []
     for form in forms:
         rows = raw if form.over == "head" else raw.flatten()

@@ -70,9 +70,8 @@ def greedy(model: Any, **options: Any) -> list[Tensor]:
 
 
 def static_cache(model: Any) -> list[Tensor]:
-    vars(model).pop(
-        "_cache", None
-    )  # transformers 5.10 can't take up one of which a layer is unused
+    # transformers 5.10 can't take up one of which a layer is unused.
+    vars(model).pop("_cache", None)
     return greedy(model, cache_implementation="static")
 
 

@@ -111,9 +111,8 @@ def _flash(name: str, side: str) -> Any:
 
     It asks for gradients without a need of them, which eager attention would serve: not here.
     """
-    if (
-        name == "deepseek_v3"
-    ):  # the mixin's smaller heads don't fit its rotary sizes, eager's neither
+    # The mixin's smaller heads don't fit its rotary sizes, eager's neither.
+    if name == "deepseek_v3":
         return None
 
     def run(test: Any) -> None:

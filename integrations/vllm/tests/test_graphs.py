@@ -325,9 +325,8 @@ def test_other_steps_have_plans_of_their_own() -> None:
         runner.step([1] * 4, 4, torch.zeros(4, 1, dtype=torch.int32))
     )
     lens, table = random_step(ROWS - 2)
-    step = builder.build(
-        0, runner.step(lens, ROWS - 2, table)
-    )  # a size that nothing was captured of
+    # Nothing was captured of this size.
+    step = builder.build(0, runner.step(lens, ROWS - 2, table))
     query = torch.randn(ROWS - 2, HEADS, SIZE)
     found = runner.attend(query, step)
     torch.testing.assert_close(

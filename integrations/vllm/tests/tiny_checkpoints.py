@@ -58,9 +58,8 @@ def save(name: str, folder: Path, **changed: Any) -> Path:
     with torch.no_grad():
         for label, weight in model.named_parameters():
             if "sinks" in label:
-                weight.copy_(
-                    torch.randn_like(weight).bfloat16()
-                )  # what a kernel of 16 bits can hold
+                # What a kernel of 16 bits can hold.
+                weight.copy_(torch.randn_like(weight).bfloat16())
             elif "embeddings_layernorm" in label:  # undoes how small a tied embedding is
                 weight.mul_(0.1)
             elif weight.dim() > 1:
@@ -101,11 +100,8 @@ def save_head(method: str, folder: Path) -> Path:
 
 def save_with_mtp(name: str, folder: Path) -> Path:
     """Write the checkpoint of a model of two layers and one that predicts another token (MTP)."""
-    path, width, last = (
-        save(name, folder / "mtp", num_hidden_layers=3),
-        SIZES["hidden_size"],
-        "model.layers.2",
-    )
+    path = save(name, folder / "mtp", num_hidden_layers=3)
+    width, last = SIZES["hidden_size"], "model.layers.2"
     weights = load_file(path / "model.safetensors")
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{last}.{norm}.weight"] = torch.ones(width)

@@ -64,13 +64,10 @@ class Step:
         self.table = torch.full((len(lens), max(needed) + 2), UNUSED_BLOCK, dtype=torch.int32)
         caches = []
         for size in (spec.head_size, spec.v_head_size):
-            shape = (blocks, block_size, spec.num_kv_heads, size)
-            hnd = (blocks, spec.num_kv_heads, block_size, size)
-            caches.append(
-                torch.full(shape, torch.nan)
-                if layout == "NHD"
-                else torch.full(hnd, torch.nan).transpose(1, 2)
-            )
+            cache = torch.full((blocks, block_size, spec.num_kv_heads, size), torch.nan)
+            if layout == "HND":
+                cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+            caches.append(cache)
         for seq, length in enumerate(lens):
             for at in range(needed[seq]):
                 block = free.pop()
@@ -102,11 +99,8 @@ class Step:
         if only is not None:
             starts = [0, *accumulate(queries)]
             query = query[starts[only] : starts[only + 1]]
-            queries, lens, table = (
-                queries[only : only + 1],
-                lens[only : only + 1],
-                table[only : only + 1],
-            )
+            row = slice(only, only + 1)
+            queries, lens, table = queries[row], lens[row], table[row]
         plan = attention.StepPlan(
             attention.layer_bytes(self.spec), [0, *accumulate(queries)], lens, self.block_size,
             threads=threads,

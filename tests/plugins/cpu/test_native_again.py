@@ -270,14 +270,11 @@ def test_hooks_run_at_each_call(level: str) -> None:
         return out + 1
 
     modules = torch.nn.modules.module
-    handles = (
-        [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
-        if level == "layer"
-        else [
-            modules.register_module_forward_pre_hook(before),
-            modules.register_module_forward_hook(after),
-        ]
-    )
+    if level == "layer":
+        handles = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    else:
+        register = modules.register_module_forward_pre_hook, modules.register_module_forward_hook
+        handles = [add(hook) for add, hook in zip(register, (before, after), strict=True)]
     choice = step.choice()
     try:
         hooked = [

@@ -182,9 +182,8 @@ def launch_of(
     if phase == "write":
         return launches(spec, arch, [(1, 16)])[0]
     name, lengths = (STEPS | SHARED | LISTED)[phase]
-    if (
-        lengths == UNEVEN and not own
-    ):  # a window makes those even, so take one more than fit at once
+    # A window makes those even, so take one more than fit at once.
+    if lengths == UNEVEN and not own:
         lengths = [(1, 8192)] * (MANY_ON_ONE * SMS // spec.num_kv_heads + 1)
     group = group_of(spec, arch, "TRITON_ATTN", layout, not own)
     backend, form = group.planner.chooser.chosen["prefill"].backend, group.cache_format  # type: ignore[attr-defined]

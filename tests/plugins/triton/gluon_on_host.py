@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -20,42 +21,24 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from polyattn_triton import launch
-from polyattn_triton.hopper import (
-    copies,
-    few_heads,
-    index,
-    items,
-    latent_bytes,
-    latent_copies,
-    latents,
-    mla,
-    packed,
-    packed_rows,
-    prefill,
-    rows,
-)
-from polyattn_triton.kernels import choice, parts, softmax, tiles
 from ptx_on_host import run_ptx
 from triton.experimental.gluon import language
 
-MODULES = (
-    copies,
-    few_heads,
-    index,
-    items,
-    latent_bytes,
-    latent_copies,
-    latents,
-    mla,
-    packed,
-    packed_rows,
-    prefill,
-    rows,
-    choice,
-    parts,
-    softmax,
-    tiles,
-)
+MODULES = [
+    import_module(f"polyattn_triton.{name}")
+    for name in (
+        *(
+            "hopper.copies",
+            "hopper.few_heads",
+            "hopper.index",
+            "hopper.items",
+            "hopper.latent_bytes",
+        ),
+        *("hopper.latent_copies", "hopper.latents", "hopper.mla", "hopper.packed"),
+        *("hopper.packed_rows", "hopper.prefill", "hopper.rows"),
+        *("kernels.choice", "kernels.parts", "kernels.softmax", "kernels.tiles"),
+    )
+]
 INTS = {"int1": 1, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 FLOATS = {"float8e4nv": 8, "float16": 16, "bfloat16": 16, "float32": 32}
 BYTES = {name: max(1, bits // 8) for name, bits in (INTS | FLOATS).items()}

@@ -451,10 +451,8 @@ def latent(
         places = np.sort(np.concatenate(launches[0][1]["PARTS"].written))
         assert np.diff(places).min() == (2 if kernel == "latent_bytes_kernel" else 4)
     held = cache.key.double().view(-1, 576)
-    wanted, sums = (
-        torch.zeros(out.shape, dtype=torch.float64),
-        torch.full(lse.shape, -torch.inf).double(),
-    )
+    wanted = torch.zeros(out.shape, dtype=torch.float64)
+    sums = torch.full(lse.shape, -torch.inf).double()
     for at, mine in enumerate(slots):
         if mine:
             scores = query[at].double() @ held[mine].T * spec.scale

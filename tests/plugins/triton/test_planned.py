@@ -69,10 +69,8 @@ def test_drafts_of_large_groups_are_decoded_in_several_tiles_where_keys_are_few(
     few = planned(32, 2, [1200] * 24, 5)
     assert few.way == "few" and few.config.block_m == 64
     assert planned(16, 1, [30_000], 8).way == "few"
-    for limits in (
-        {"sliding_window": 1024},
-        {"chunk_size": 1024},
-    ):  # of long contexts few keys are seen
+    # Of long contexts few keys are seen.
+    for limits in ({"sliding_window": 1024}, {"chunk_size": 1024}):
         assert planned(32, 2, [30_000] * 24, 5, **limits).way == "few"
     kept = {"sliding_window": 1024, "sink_tokens": 8192}
     assert planned(32, 2, [30_000] * 24, 5, **kept).way != "few"

@@ -458,11 +458,8 @@ BY_TOKEN = {
 def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
     from polyattn.conformance.cases.functions import FEATURES, registered
 
-    sizes = (
-        {"num_heads": 2560, "head_size": 1}
-        if kind == "rg_lru"
-        else {"num_heads": 32, "head_size": 128}
-    )
+    heads, size = (2560, 1) if kind == "rg_lru" else (32, 128)
+    sizes = {"num_heads": heads, "head_size": size}
     form = RecurrentSpec(
         feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ from polyattn.calls.plans import (
 from polyattn.calls.views import View, packed_rows
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import PackedStrides
-from polyattn.runtime.blame import blame
-from polyattn.runtime.inputs import in_forward_mode, refuse_gradients
+from polyattn.runtime.inputs import in_forward_mode, own_precision, refuse_gradients
 from polyattn.runtime.program import Frame
 
 Ints = tuple[int, ...]
@@ -47,7 +45,7 @@ class BoundCall:
 
     __slots__ = (
         "addressed", "alike", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
-        "out_shape", "out_stride", "packed", "run", "step", "views",
+        "out_shape", "out_stride", "packed", "step", "views",
     )  # fmt: skip
 
     def __init__(
@@ -65,22 +63,15 @@ class BoundCall:
         heads, size = step.query_shape[1:]
         of_query, of_key, of_value = views
         if of_query is None:
-            rows = query.transpose(1, 2) if heads_first else query
-            query = torch.empty(rows.shape, dtype=query.dtype, device="meta")
+            shape = query.transpose(1, 2).shape if heads_first else query.shape
+            query = torch.empty(shape, dtype=query.dtype, device="meta")
         self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
-        self.run, self.addressed = step.run, None
-        if len(step.calls) == 1:  # of all tokens, there being no cache
-            (only,) = step.calls
-            self.run = partial(only.backend.run, only.plan)
-            if of_key is not None and of_value is not None:
-                copied = heads * size, size
-                strides = PackedStrides(
-                    copied if of_query is None else of_query[1][:2],
-                    of_key[1][:2],
-                    of_value[1][:2],
-                    of_key[0][0],
-                )
-                self.addressed = only.backend.addressed(only.plan, strides)
+        self.addressed = None
+        if len(step.calls) == 1 and of_key is not None and of_value is not None:
+            (only,) = step.calls  # of all tokens, there being no cache
+            rows = (heads * size, size) if of_query is None else of_query[1][:2]
+            strides = PackedStrides(rows, of_key[1][:2], of_value[1][:2], of_key[0][0])
+            self.addressed = only.backend.addressed(only.plan, strides)
 
     def __call__(
         self,
@@ -115,15 +106,8 @@ class BoundCall:
         query, key = self._tokens(query, of_query), self._tokens(key, of_key)
         value = self._tokens(value, of_value)
         frame = Frame(query, key, value, None, params, out, lse, None, fresh=True)
-        try:
-            if torch.is_autocast_enabled(self.device_type):
-                with torch.autocast(self.device_type, enabled=False):
-                    self.run(frame)
-            else:
-                self.run(frame)
-        except Exception as error:
-            blame(error, self.step)
-            raise
+        with own_precision(self.device_type):
+            self.step.run(frame)
         out = frame.out
         if self.packed:
             return out, lse

@@ -289,6 +289,13 @@ def _room(cache: CallerCache) -> int:
     return cache.key.shape[1] * (1 if table is None else table.shape[1])
 
 
+def _check_turns(turns: RotaryTables, last: int) -> None:
+    if last >= turns.cos.shape[0]:
+        raise CacheError(
+            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
+        )
+
+
 def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]:
     """Return each sequence's length with its new tokens, for which there is room. Raises `CacheError`."""
     table, room = cache.block_table, _room(cache)
@@ -310,13 +317,6 @@ def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]
         if not 0 <= place < cache.key.shape[0]:
             raise CacheError(f"rows[{row}]={place}: the cache has {cache.key.shape[0]} rows")
     return ends
-
-
-def _check_turns(turns: RotaryTables, last: int) -> None:
-    if last >= turns.cos.shape[0]:
-        raise CacheError(
-            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
-        )
 
 
 def _append(

@@ -47,11 +47,9 @@ def bind_pages(
                 "the first decode of its kind inside a captured graph; run the step once before"
             )
         _check(query, block_table, lens)
-        group = (
-            None
-            if current_settings().checks
-            else _group(query, key, value, options, sinks, alibi_slopes)
-        )
+        group = None
+        if not current_settings().checks:
+            group = _group(query, key, value, options, sinks, alibi_slopes)
         if group is not None:
             group.check_format(pages_of(key, value).format)
             return remember(kind, BoundPages(group, query, key, value, block_table))

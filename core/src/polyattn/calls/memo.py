@@ -115,20 +115,13 @@ def place_of(device: torch.device) -> Any:
     thread = get_ident()
     if device.type != "cuda":
         return thread
-    place = thread, _raw_stream(_index(device))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # As Inductor's own code: making a torch.cuda.Stream takes half of a small call's host time.
+    place = thread, torch._C._cuda_getCurrentRawStream(index)
     if torch.cuda.is_current_stream_capturing():
         return _before_capture.get((thread, device), place)
     _before_capture[thread, device] = place
     return place
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _raw_stream(index: int) -> int:
-    # As Inductor's own code: making a torch.cuda.Stream takes half of a small call's host time.
-    return torch._C._cuda_getCurrentRawStream(index)
 
 
 _before_capture: dict[Any, Any] = {}

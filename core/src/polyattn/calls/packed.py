@@ -91,7 +91,9 @@ def attend_packed(
     if training and not options.needs_lse:  # the formula without an LSE is differentiated
         options = options._replace(needs_lse=True)
         return attend_packed(query, query_lens, keys, options, **more)[0], None
-    if keys.block_table is not None and (training or _fewer(options, query_lens, keys.lens)):
+    # A cache has no form of queries that see no key at all.
+    blind = options.causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
+    if keys.block_table is not None and (training or blind):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
     params = sinks is not None, alibi_slopes is not None
@@ -188,11 +190,6 @@ def _sequences(query_lens: Sequence[int], keys: PackedKeys) -> list[tuple[int, i
     firsts = accumulate(query_lens, initial=0)
     starts = accumulate(keys.lens, initial=0) if keys.starts is None else keys.starts
     return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
-
-
-def _fewer(options: CallOptions, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
-    """Whether queries under a causal mask see no key at all, which a cache has no form of."""
-    return options.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
 
 
 def _gathered(keys: PackedKeys) -> PackedKeys:

@@ -12,6 +12,7 @@ from polyattn.calls.memo import group_for, remembered
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.inputs import check_parameter
 from polyattn.runtime.step.batch import Batch
 
 
@@ -54,8 +55,7 @@ def recurrence(
         wanted = (len(query_lens), *after.data.shape[1:])
         if states.shape != wanted:
             raise BatchError(f"states have shape {tuple(states.shape)}; it must be {wanted}")
-        if states.is_complex():
-            raise BatchError(f"states are {states.dtype}; they must be real")
+        check_parameter("states", states)
         after.data[: len(query_lens)].copy_(states)
     elif 0 in query_lens:  # no kernel writes the state of a sequence without tokens
         after.data.zero_()

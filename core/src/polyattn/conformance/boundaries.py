@@ -38,7 +38,9 @@ def numbers_of(path: str) -> tuple[int, ...]:
         if file.suffix == ".py":
             numbers |= set(_of_python(file.read_text(encoding="utf-8")))
         elif file.suffix in (".h", ".cpp", ".cu", ".cuh"):
-            numbers |= set(_of_c(file.read_text(encoding="utf-8")))
+            text = _COMMENT.sub("", file.read_text(encoding="utf-8"))
+            for shifted, by, plain in _SHIFTED.findall(text):
+                numbers.add(int(plain) if plain else int(shifted) << min(int(by), 32))
     return tuple(sorted(n for n in numbers if 2 <= n <= LARGEST))
 
 
@@ -51,11 +53,6 @@ def _of_python(text: str) -> Iterable[int]:
             shifted, by = getattr(left, "value", None), getattr(right, "value", None)
             if isinstance(shifted, int) and isinstance(by, int):
                 yield shifted << min(by, 32)
-
-
-def _of_c(text: str) -> Iterable[int]:
-    for shifted, by, plain in _SHIFTED.findall(_COMMENT.sub("", text)):
-        yield int(plain) if plain else int(shifted) << min(int(by), 32)
 
 
 def turning(numbers: Iterable[int], spec: LayerSpec, block: int = 0) -> tuple[int, ...]:

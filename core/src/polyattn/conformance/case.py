@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SpecError
@@ -62,6 +63,11 @@ def unread(info: BackendInfo, spec: LayerSpec) -> str | None:
         return None
     check_rows = load_object(info.rows_check)
     return next(filter(None, map(check_rows, rows_of(stored))), None)
+
+
+def stored_as(caps: Capabilities, dtype: str) -> dict[str, Any]:
+    """Return what a quantised cache sets on a layer."""
+    return {"kv_cache_dtype": dtype, "fp8_compute": caps.fp8_compute and dtype == "fp8_e4m3"}
 
 
 def captures(device: Device) -> bool:

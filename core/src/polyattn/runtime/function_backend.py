@@ -319,13 +319,9 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 def form_of(names: Iterable[str]) -> str:
     """Return `"pages"`, `"packed"` or `"sequence"`, from a function's parameters."""
     names = set(names)
-    return (
-        "pages"
-        if "block_table" in names
-        else "packed"
-        if "query_start_loc" in names
-        else "sequence"
-    )
+    if "block_table" in names:
+        return "pages"
+    return "packed" if "query_start_loc" in names else "sequence"
 
 
 def _check_parameters(name: str, names: tuple[str, ...], form: str) -> None:

@@ -133,14 +133,12 @@ class MergeBuffers:
         key = (shape, query.dtype, query.device, several)
         if key != self._key:
             precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-            self._key, self._kept = (
-                key,
-                (
-                    query.new_empty(shape if several else (0,), dtype=precise),
-                    query.new_empty(rows, dtype=precise),
-                    query.new_empty(shape),
-                    query.new_empty(rows, dtype=precise),
-                ),
+            self._key = key
+            self._kept = (
+                query.new_empty(shape if several else (0,), dtype=precise),
+                query.new_empty(rows, dtype=precise),
+                query.new_empty(shape),
+                query.new_empty(rows, dtype=precise),
             )
         return self._kept
 

@@ -82,7 +82,8 @@ class Weight:
                 f"{self.name} is on the meta device and has no values; load the model's weights, and "
                 f"where that replaced the parameter, set `tensor` of the layer's {self.name}"
             )
-        if self._is_as_read(tensor):
+        form = tensor.dtype, tensor.device
+        if not self._offset and form == (self._dtype, self._device) and tensor.is_contiguous():
             if self._read is None or self._is_copy or _place(self._read) != _place(tensor):
                 # Itself where it may be: what JAX holds is another array after each write to it.
                 self._read = tensor.detach() if tensor.requires_grad else tensor
@@ -97,10 +98,6 @@ class Weight:
             self._read += self._offset
         self._seen = seen
         return self._read
-
-    def _is_as_read(self, tensor: Tensor) -> bool:
-        form = tensor.dtype, tensor.device
-        return not self._offset and form == (self._dtype, self._device) and tensor.is_contiguous()
 
 
 def check_shape(name: str, value: object, shape: tuple[int, ...]) -> None:

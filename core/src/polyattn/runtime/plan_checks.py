@@ -50,9 +50,8 @@ class PlanChecks:
 def check_calls(step: Any) -> None:
     """Check that the calls of a `StepPlan` together attend to each key once. Raises `PluginError`."""
     spec, form = step.group.spec, step.group.cache_format
-    if (
-        spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE
-    ):  # whose keys are chosen by each token
+    # Each token of a sparse layer chooses its own keys.
+    if spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE:
         return
     problem = unevenly_called(step.batch, step.ops, form, spec.chunk_size)
     if problem:

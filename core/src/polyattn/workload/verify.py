@@ -48,7 +48,7 @@ def verify_decision(selection: Selection) -> dict[str, str]:
 
 
 def _index_problem(selection: Selection) -> str | None:
-    check = load_object("polyattn.families.sparse.workload:index_problem")
+    check = load_object("polyattn.families.sparse.index_workload:index_problem")
     try:
         with torch.no_grad(), on_the_host():
             return check(selection, random.SystemRandom().randrange(2**31))  # type: ignore[no-any-return]

@@ -110,14 +110,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             table = self._refilled(table, lens)
         step = Step([q_len_per_req] * len(lens), lens, scores, self.device, table)
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim, page_size)
-        self._planned(
-            step,
-            o_data_type,
-            sizes | {"q_len_per_req": q_len_per_req},
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            data_type=data_type,
-        )
+        sizes["q_len_per_req"] = q_len_per_req
+        self._planned(step, sizes, o_data_type, q_data_type, kv_data_type, data_type)
 
     begin_forward = plan
 

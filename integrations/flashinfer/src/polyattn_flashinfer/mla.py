@@ -59,13 +59,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             "head_dim_kpe": head_dim_kpe,
             "page_size": page_size,
         }
-        self._planned(
-            Step(query_lens, lens, scores, self.device, table),
-            None,
-            sizes,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+        step = Step(query_lens, lens, scores, self.device, table)
+        self._planned(step, sizes, None, q_data_type, kv_data_type)
 
     @untraced
     def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -108,13 +107,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         table = block_table(offsets, counts, paged_kv_indices, self.device)
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self._planned(
-            Step(query_lens, lens, scores, self.device, table),
-            o_data_type,
-            sizes,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+        step = Step(query_lens, lens, scores, self.device, table)
+        self._planned(step, sizes, o_data_type, q_data_type, kv_data_type)
 
     begin_forward = plan
 
@@ -173,21 +167,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             v_indptr=v_indptr,
             o_indptr=o_indptr,
         )
-        query_lens: Sequence[int]
-        query_lens = token_counts("qo_indptr", qo_indptr)
-        lens = token_counts("kv_indptr", kv_indptr)
+        query_lens, lens = (
+            token_counts("qo_indptr", qo_indptr),
+            token_counts("kv_indptr", kv_indptr),
+        )
         scores = Scores(
             causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta, unpacked(packed_custom_mask, custom_mask, query_lens, lens),
         )  # fmt: skip
         sizes = planned_sizes(num_qo_heads, num_kv_heads, head_dim_qk)
-        self._planned(
-            Step(query_lens, lens, scores, self.device),
-            o_data_type,
-            sizes,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
+        step = Step(query_lens, lens, scores, self.device)
+        self._planned(step, sizes, o_data_type, q_data_type, kv_data_type)
 
     begin_forward = plan
 

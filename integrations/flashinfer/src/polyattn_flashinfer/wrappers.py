@@ -48,11 +48,11 @@ class Wrapper:
             raise PolyattnError("run() before plan(): call plan() once a step")
         return self._step
 
-    def _planned(self, step: Step, dtype: Any, sizes: dict[str, int], **dtypes: Any) -> None:
+    def _planned(self, step: Step, sizes: dict[str, int], out_dtype: Any, *dtypes: Any) -> None:
         """Store a plan. `sizes`: of `run`'s tensors. `dtypes`: checked for their spelling only."""
-        for name, word in dtypes.items():
+        for name, word in zip(("q_data_type", "kv_data_type", "data_type"), dtypes, strict=False):
             plain_dtype(name, word)
-        self._step, self._out_dtype = step, plain_dtype("o_data_type", dtype)
+        self._step, self._out_dtype = step, plain_dtype("o_data_type", out_dtype)
         self._sizes = sizes
 
     def _check(self, sizes: dict[str, int]) -> None:

@@ -177,10 +177,8 @@ def _rwkv6(cfg: Config) -> Stack:
     else:
         cfg.get(*RWKV_BESIDE)
         cfg.only("model_version", "5_2", "6_0")
-        hidden, keys = (
-            cfg.need("attention_hidden_size", "hidden_size"),
-            cfg.integer("head_size") or 64,
-        )
+        hidden = cfg.need("attention_hidden_size", "hidden_size")
+        keys = cfg.integer("head_size") or 64
         if hidden % keys:
             raise cfg.error("head_size", keys, f"doesn't divide attention_hidden_size={hidden}")
         heads, values = hidden // keys, keys

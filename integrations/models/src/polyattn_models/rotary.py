@@ -87,11 +87,9 @@ def read_rope(
         raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS, *ALIASES])
     if partial is None and factor not in (None, 1.0) and kind != "proportional":
         raise cfg.error("partial_rotary_factor", factor, "isn't read by this type of model")
-    size = (
-        head_size
-        if factor is None
-        else int(head_size * _number(cfg, "partial_rotary_factor", factor))
-    )
+    size = head_size
+    if factor is not None:
+        size = int(head_size * _number(cfg, "partial_rotary_factor", factor))
     if params.get("alpha") is not None:
         kind, base = _stretched_base(cfg, params["alpha"], alpha, kind, base, size)
     scaling = _scaling(cfg, kind, params) if kind != "none" else {}
@@ -200,11 +198,9 @@ def _attention_factor(
     """Return the factor that the scaling's authors recommend for a stretched context."""
     factor = out["factor"]
     if kind == "longrope":
-        return (
-            math.sqrt(1 + math.log(factor) / math.log(out["original_length"]))
-            if factor > 1
-            else 1.0
-        )
+        if factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(out["original_length"]))
     one, all_ = (
         _number(cfg, f"rope_parameters.{name}", params[name]) if params.get(name) else None
         for name in ("mscale", "mscale_all_dim")

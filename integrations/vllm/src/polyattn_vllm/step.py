@@ -371,10 +371,8 @@ def _serves(config: VllmConfig, kv_cache_spec: Any, support: AttentionCGSupport)
 
     A captured prompt may be as long as the graph, and no longer than a model's sequences.
     """
-    most, longest = (
-        config.compilation_config.max_cudagraph_capture_size,
-        config.model_config.max_model_len,
-    )
+    most = config.compilation_config.max_cudagraph_capture_size
+    longest = config.model_config.max_model_len
     if support is AttentionCGSupport.ALWAYS and most > longest:
         return False
     layers = config.compilation_config.static_forward_context.values()

@@ -86,11 +86,6 @@ class FlexPlan(Plan):
                 self.block_mask, pointwise, self.places, batch.inputs, heads
             )
 
-    def given_rows(self) -> Tensor:
-        """Return where each key lies in tensors that are given whole, with gaps between sequences."""
-        starts = torch.tensor(self.batch.key_starts, dtype=torch.int64, device="cpu")
-        return (starts[self.seq_k] + self.at_k).to(self.batch.device)
-
 
 class FlexAttention(AttentionBackend):
     """Masks and score changes are functions that torch compiles into the kernel."""
@@ -130,8 +125,7 @@ class FlexAttention(AttentionBackend):
             key, value = self._gather(plan, frame.cache)
         else:
             assert key is not None and value is not None
-            packed = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
-            key, value = key[packed], value[packed]
+            key, value = key[plan.batch.key_rows], value[plan.batch.key_rows]
         key, value, spoilt = _confined(plan, key, value)
         rows, keys = plan.block_mask.seq_lengths
         inputs = (_row(frame.query, rows), _row(key, keys), _row(value, keys))

@@ -29,6 +29,8 @@ from polyattn_cpu.scans import (
 )
 
 Tensors = Mapping[str, Tensor]
+Advanced = tuple[Tensor, Tensor]
+"""What a token makes: its output, and the state after it."""
 
 
 VECTORS = 32
@@ -345,9 +347,7 @@ def _delta_keys(spec: LayerSpec, x: Tensors) -> tuple[Tensor, Tensor]:
     return q.repeat_interleave(each, 1) * spec.scale, k.repeat_interleave(each, 1)
 
 
-def _conv_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _conv_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     x_row, width = x["x"][..., None], params["weight"].shape[1]
     if _is_ring(spec):
         length = state.shape[2]
@@ -362,9 +362,7 @@ def _conv_token(
     return _activate(spec, y + params["bias"] if "bias" in params else y), state
 
 
-def _mamba1_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _mamba1_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     dt = step_size(spec, x["dt"], params)[..., None]
     # (sequences, 1 or a channel's group's, N)
     B, C = (x[name] if x[name].dim() == 3 else x[name][:, None] for name in "BC")
@@ -376,9 +374,7 @@ def _mamba1_token(
     return (y + params["D"] * x["x"] if "D" in params else y), state
 
 
-def _mamba2_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _mamba2_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     dt = step_size(spec, x["dt"], params)[..., None]
     each = spec.num_heads // spec.num_kv_heads
     B, C = x["B"].repeat_interleave(each, 1), x["C"].repeat_interleave(each, 1)
@@ -388,18 +384,14 @@ def _mamba2_token(
     return (y + params["D"][:, None] * x["x"] if "D" in params else y), state
 
 
-def _linear_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _linear_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     each = spec.num_heads // spec.num_kv_heads
     q, k = x["q"].repeat_interleave(each, 1), x["k"].repeat_interleave(each, 1)
     state = params["decay"].exp()[:, None, None] * state + k[..., None] * x["v"][:, :, None]
     return spec.scale * (q[:, :, None] @ state)[:, :, 0], state
 
 
-def _gdn_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gdn_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     q, k = _delta_keys(spec, x)
     decay = x["g"].exp()[..., None]  # one a head; KDA: one for each of the key's channels
     state = (decay if decay.dim() == 4 else decay[..., None]) * state
@@ -408,34 +400,26 @@ def _gdn_token(
     return (q[:, :, None] @ state)[:, :, 0], state
 
 
-def _rwkv6_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rwkv6_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     r, fresh = x["r"][:, :, None], x["k"][..., None] * x["v"][:, :, None]
     read = r @ (state + params["u"][..., None] * fresh)
     return spec.scale * read[:, :, 0], x["w"].exp()[..., None] * state + fresh
 
 
-def _rwkv7_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rwkv7_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     read = x["a"][:, :, None] @ state
     state = x["w"].exp()[..., None] * state + x["b"][..., None] * read
     state = state + x["k"][..., None] * x["v"][:, :, None]
     return spec.scale * (x["r"][:, :, None] @ state)[:, :, 0], state
 
 
-def _rg_lru_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rg_lru_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     log_a, enters, gated = _rg_lru_terms(x, params)
     state = log_a.exp_() * state + torch.where(x["fresh"][:, None], gated, enters)
     return state, state
 
 
-def _phi_linear_token(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _phi_linear_token(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     q, k, v = _phi_inputs(spec, x)
     each = spec.num_heads // spec.num_kv_heads
     q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
@@ -456,7 +440,7 @@ SEQUENCES: dict[AttentionKind, Callable[..., None]] = {
     KINDS.RG_LRU: _rg_lru_sequence,
     KINDS.PHI_LINEAR: _phi_linear_sequence,
 }
-TOKENS: dict[AttentionKind, Callable[..., tuple[Tensor, Tensor]]] = {
+TOKENS: dict[AttentionKind, Callable[..., Advanced]] = {
     KINDS.SHORT_CONV: _conv_token,
     KINDS.MAMBA1: _mamba1_token,
     KINDS.MAMBA2: _mamba2_token,

@@ -94,8 +94,9 @@ class TorchSDPA(AttentionBackend):
         if plan.packed is not None:
             tensors = plan.packed.read(key, value, cache, query.dtype)
             scale = spec.scale * scales[0]
-            summed = lse is not None or params.sinks is not None
-            state = plan.packed.attend(query, *tensors, scale, summed)
+            state = plan.packed.attend(
+                query, *tensors, scale, summed=lse is not None or params.sinks is not None
+            )
             frame.set_out(self._finished(state, params, scales[1], lse))
             return
         for index, length in enumerate(batch.lens):
@@ -138,7 +139,8 @@ class TorchSDPA(AttentionBackend):
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]
                 )
             return
-        if self._fits_causal_kernel(spec, count):
+        plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
+        if spec.causal and plain and count > 1 and self._fused:
             state = self._causal(query, call, context)
             self._store(state, call.params, call.v_scale, out, lse)
             return
@@ -152,10 +154,6 @@ class TorchSDPA(AttentionBackend):
             state = self._block(query[rows], keys, values, span, first, call)
             own_lse = None if lse is None else lse[rows]
             self._store(state, call.params, call.v_scale, out[rows], own_lse)
-
-    def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
-        plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
-        return spec.causal and plain and count > 1 and self._fused
 
     @cached_property
     def _fused(self) -> bool:
@@ -228,7 +226,8 @@ class TorchSDPA(AttentionBackend):
         self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
         if not self._fused:
-            return self._matmuls(query, keys, values, call, bias)
+            scores = self._scores(query, keys, call)
+            return _weighted(scores if bias is None else scores.add_(bias), values)
         if query.shape[0] > 1:
             return self._kernel(query, keys, values, call, bias)
         heads, groups = keys.shape[0], self.spec.gqa_ratio
@@ -265,15 +264,6 @@ class TorchSDPA(AttentionBackend):
         if spec.alibi:
             bias = bias + _alibi(call.params, position, key, dtype)
         return bias, blind
-
-    def _matmuls(
-        self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
-    ) -> AttentionState:
-        """Attend by torch operators, in float32 or more, for features that the fused kernel lacks."""
-        scores = self._scores(query, keys, call)
-        if bias is not None:
-            scores += bias
-        return _weighted(scores, values)
 
     def _by_functions(
         self,

@@ -136,13 +136,8 @@ class VllmFlashAttention3(FlashAttention3):
         torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
 
     def attend(self, plan: Flash3Plan, frame: Frame, scales: Scales) -> tuple[Tensor, Tensor]:
-        batch, spec, cache, sinks = (
-            plan.batch,
-            self.spec_of(plan.batch),
-            frame.cache,
-            frame.params.sinks,
-        )
-        key, value = frame.key, frame.value
+        batch, spec = plan.batch, self.spec_of(plan.batch)
+        key, value, cache, sinks = frame.key, frame.value, frame.cache, frame.params.sinks
         key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table

@@ -86,13 +86,7 @@ class PackedKeys:
         self.batch, self.cache = batch, cache
         self.total = sum(batch.lens)
         self.fresh = cache is not None and batch.lens == batch.query_lens
-        self.rows: Tensor | None = None
-        if cache is not None and not self.fresh:
-            self.rows = self._slots()
-        elif cache is None and not batch.keys_packed:
-            row, position = ragged(np.asarray(batch.lens, dtype=np.int64))
-            starts = np.asarray(batch.key_starts, dtype=np.int64)
-            self.rows = upload(starts[row] + position, batch.device)
+        self.slots = None if cache is None or self.fresh else self._slots()
 
     @property
     def starts(self) -> list[int]:
@@ -104,16 +98,13 @@ class PackedKeys:
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values, (total, num_kv_heads, size) each."""
         if cache is not None and (not self.fresh or key is None or value is None):
-            if self.rows is None:
-                self.rows = self._slots()
-            block, offset = self.rows // cache.block_size, self.rows % cache.block_size
+            if self.slots is None:
+                self.slots = self._slots()
+            block, offset = self.slots // cache.block_size, self.slots % cache.block_size
             return cache.key[block, offset], cache.value[block, offset]
         assert key is not None and value is not None
-        if self.rows is not None and cache is None:
-            return key[self.rows], value[self.rows]
-        if key.shape[0] == self.total:
-            return key, value
-        return key[: self.total], value[: self.total]
+        rows = slice(self.total) if cache is not None else self.batch.key_rows
+        return key[rows], value[rows]
 
     def _slots(self) -> Tensor:
         """Return every cached token's slot, int64."""

@@ -16,30 +16,22 @@ from polyattn.kernel import (
     Plan,
     at_least,
     blank,
-    cumulative,
-    empty_rows,
     store_lse,
     window_sizes,
 )
 from torch import Tensor
 
-from polyattn_rocm.keys import GivenKeys, keys_of, longest_query
+from polyattn_rocm.keys import KeysPlan
 
 PARTITION = 256
 """Keys that one workgroup of the paged decode takes."""
 
 
-class AiterPlan(Plan):
-    """Where the keys are and which tokens see none; `decode` by the paged kernel."""
+class AiterPlan(KeysPlan):
+    """`decode`: by the paged kernel."""
 
-    __slots__ = ("decode", "empty", "key_starts", "keys")
-
-    def __init__(self, batch: Batch, cached: bool, causal: bool):
-        super().__init__(batch)
-        self.decode = cached and batch.all_decode
-        self.keys = None if cached else GivenKeys(batch)
-        self.key_starts = cumulative(batch.seq_lens) if cached else batch.key_start_loc
-        self.empty = empty_rows(batch, causal)
+    __slots__ = ("decode",)
+    decode: bool
 
 
 class AiterAttention(AttentionBackend):
@@ -56,8 +48,9 @@ class AiterAttention(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> AiterPlan:
         # The paged decode returns no LSE, and claims none: with one, rows of a token are a prefill.
-        plan = AiterPlan(batch, self.cache is not None, self.spec_of(batch).causal)
-        plan.decode = plan.decode and not self.spec.needs_lse
+        cached = self.cache is not None
+        plan = AiterPlan(batch, cached, self.spec_of(batch).causal)
+        plan.decode = cached and batch.all_decode and not self.spec.needs_lse
         if plan.decode:
             self._size_workspace(batch)
         return plan
@@ -84,14 +77,14 @@ class AiterAttention(AttentionBackend):
         from aiter import flash_attn_varlen_func
 
         spec, batch, out = self.spec_of(plan.batch), plan.batch, frame.out
-        key, value = keys_of(plan.keys, frame)
+        key, value = plan.keys(frame)
         window, slopes = window_sizes(spec), frame.params.alibi_slopes
         if window == (0, 0) and slopes is None:
             # AITER reads this as no window, and its assembly has a causal mask or none (`swa` in
             # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
             slopes = torch.zeros(spec.num_heads, dtype=torch.float32, device=self.torch_device)
         result = flash_attn_varlen_func(
-            frame.query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
+            frame.query, key, value, batch.query_start_loc, plan.key_starts, plan.longest,
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
             causal=spec.causal, window_size=window, alibi_slopes=slopes,
             return_lse=True, block_table=None if frame.cache is None else batch.block_table, out=out,

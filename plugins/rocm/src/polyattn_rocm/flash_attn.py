@@ -12,30 +12,25 @@ from polyattn.kernel import (
     Plan,
     UniformRows,
     blank,
-    cumulative,
     decode_window_sizes,
-    empty_rows,
     store_lse,
     window_sizes,
 )
 
-from polyattn_rocm.keys import GivenKeys, keys_of, longest_query
+from polyattn_rocm.keys import KeysPlan
 
 SHORT = 16
 """Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
 
 
-class CkPlan(Plan):
-    """Where the keys are and which tokens see none; `short` rows run by the KV-cache kernel."""
+class CkPlan(KeysPlan):
+    """`short` rows run by the KV-cache kernel."""
 
-    __slots__ = ("empty", "key_starts", "keys", "short")
+    __slots__ = ("short",)
 
     def __init__(self, batch: Batch, cached: bool, causal: bool):
-        super().__init__(batch)
+        super().__init__(batch, cached, causal)
         self.short = UniformRows(batch) if cached and batch.max_query_len <= SHORT else None
-        self.keys = None if cached else GivenKeys(batch)
-        self.key_starts = cumulative(batch.seq_lens) if cached else batch.key_start_loc
-        self.empty = empty_rows(batch, causal)
 
 
 class CkFlashAttention(AttentionBackend):
@@ -60,9 +55,9 @@ class CkFlashAttention(AttentionBackend):
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
         spec, batch, cache = self.spec_of(plan.batch), plan.batch, frame.cache
-        key, value = keys_of(plan.keys, frame)
+        key, value = plan.keys(frame)
         result, lse, _ = flash_attn_varlen_func(
-            frame.query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
+            frame.query, key, value, batch.query_start_loc, plan.key_starts, plan.longest,
             batch.max_seq_len, softmax_scale=spec.scale, causal=spec.causal,
             window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True,

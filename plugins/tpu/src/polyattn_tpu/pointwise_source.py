@@ -73,11 +73,8 @@ def _cast(traced: Trace, number: int, kind: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    return (
-        f"float('{value}')"
-        if isinstance(value, float) and not math.isfinite(value)
-        else repr(value)
-    )
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return f"float('{value}')" if infinite else repr(value)
 
 
 def _computed(op: str, kind: str, args: list[str]) -> str:

@@ -41,11 +41,8 @@ WIDEST = 128
 UNIT_PROGRAMS, PROGRAMS = 8, 4
 """Of a prompt's launch on a scheduler (RG-LRU) or multiprocessor where sequences, too few for one each,
 are cut (H100: RG-LRU's 8 x 4,096 took 460 us cut and 913 whole, 32 x 4,096 1,702 and 1,274)."""
-_unit, _unit_pieces, _phi = (
-    Launcher(unit_kernel),
-    Launcher(unit_pieces_kernel),
-    Launcher(phi_kernel),
-)
+_unit, _unit_pieces = Launcher(unit_kernel), Launcher(unit_pieces_kernel)
+_phi = Launcher(phi_kernel)
 
 
 def token_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:

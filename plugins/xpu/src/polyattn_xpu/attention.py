@@ -20,19 +20,14 @@ from torch import Tensor
 
 
 class VarlenPlan(Plan):
-    """Tokens that see no key, and the places of keys that are passed whole; `rows` gathers them."""
+    """Tokens that see no key, and where keys that are passed whole start."""
 
-    __slots__ = ("empty", "key_starts", "rows")
+    __slots__ = ("empty", "key_starts")
 
     def __init__(self, batch: Batch, cached: bool, causal: bool):
         super().__init__(batch)
         self.empty = empty_rows(batch, causal)
         self.key_starts: Tensor | None = None if cached else cumulative(batch.seq_lens)
-        self.rows: Tensor | None = None
-        if not cached and not batch.keys_packed:
-            spans = zip(batch.key_starts, batch.lens, strict=True)
-            spread = [torch.arange(start, start + count, device="cpu") for start, count in spans]
-            self.rows = torch.cat(spread).to(batch.device)
 
 
 class VarlenAttention(AttentionBackend):
@@ -55,9 +50,9 @@ class VarlenAttention(AttentionBackend):
             key, value = cache.key, cache.value
             if key.dtype != frame.query.dtype:
                 scales = self._scale(params.k_scale, batch), self._scale(params.v_scale, batch)
-        elif plan.rows is not None:
+        else:
             assert key is not None and value is not None
-            key, value = key[plan.rows], value[plan.rows]
+            key, value = key[batch.key_rows], value[batch.key_rows]
         # Its kernel for single tokens returns no LSE. Where one is asked for, all rows are a prefill's.
         whole = frame.lse is not None
         result = flash_attn_varlen_func(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-from polyattn.conformance.case import Case, caches, captures, served_phases, unread
+from polyattn.conformance.case import Case, caches, captures, served_phases, stored_as, unread
 from polyattn.conformance.cases import forests, functions, invariance, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, names
@@ -72,7 +72,7 @@ def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     if stored and not cached:
         fields["qkv_dtype"] = "fp8_e4m3"
     elif stored:
-        fields |= _cached(caps, stored if stored in caps.kv_cache_dtypes else "fp8_e4m3")
+        fields |= stored_as(caps, stored if stored in caps.kv_cache_dtypes else "fp8_e4m3")
     return fields
 
 
@@ -227,7 +227,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
 
 def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     for cached in caches(caps, base, every=False):
-        yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
+        yield f"feature kv_cache_dtype {cached}", base.replace(**stored_as(caps, cached))
     for size in caps.block_sizes.examples(BLOCK_SIZES):
         if size != base.block_size:
             yield f"block_size {size}", base.replace(block_size=size)
@@ -248,7 +248,7 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
     steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in has]
     features = ("sliding_window", "learned_sinks", "sink_tokens", "logit_soft_cap")
     for cached in [*caches(caps, base), "int8_rows/int4"]:
-        spec = base.replace(**_cached(caps, cached))
+        spec = base.replace(**stored_as(caps, cached))
         where = f"rows {cached}"
         yield from (Case("numeric", where, spec, name) for name in steps)
         for name in (n for n in features if n in caps.features):
@@ -260,11 +260,6 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
         yield Case("numeric", where, spec, _main(names, "")[0], EDGES)
         yield Case("stale", where, spec, _main(names, "")[0])
         yield Case("shared", where, spec, "shared" if "prefill" in names else "decode")
-
-
-def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
-    """What a quantised cache sets on the base spec."""
-    return {"kv_cache_dtype": dtype, "fp8_compute": caps.fp8_compute and dtype == "fp8_e4m3"}
 
 
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -294,13 +289,11 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
         for cached in caches(caps, base, every=False):
-            for name in (n for n in claimed if _fits_a_quantised_cache(n)):
-                changes = FEATURE_FIELDS[name] | _cached(caps, cached)
-                yield f"pair {cached} {name}", base.replace(**changes)
-
-
-def _fits_a_quantised_cache(name: str) -> bool:
-    return "kv_cache_dtype" not in FEATURE_FIELDS[name] and name not in LEVELS
+            for name in claimed:
+                fields = FEATURE_FIELDS[name]
+                if "kv_cache_dtype" not in fields and name not in LEVELS:
+                    changes = fields | stored_as(caps, cached)
+                    yield f"pair {cached} {name}", base.replace(**changes)
 
 
 def _behaviour(
@@ -374,7 +367,7 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
         if name in caps.features:
             yield name, base.replace(**fields_of(caps, name, bool(base.cached)))
     for cached in caches(caps, base, every=False) if base.cached else ():
-        yield cached, base.replace(**_cached(caps, cached))
+        yield cached, base.replace(**stored_as(caps, cached))
 
 
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:

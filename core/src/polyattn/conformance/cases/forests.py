@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.conformance.case import Case, caches, captures
+from polyattn.conformance.case import Case, caches, captures, stored_as
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import DTYPES, Role
@@ -63,9 +63,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
     for ratio in caps.gqa_ratios.examples(RATIOS) if "gqa" in caps.features else ():
         yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
     for stored in caches(caps, base, every=False):
-        eight = base.replace(
-            kv_cache_dtype=stored, fp8_compute=caps.fp8_compute and stored == "fp8_e4m3"
-        )
+        eight = base.replace(**stored_as(caps, stored))
         yield stored, eight
         if "learned_sinks" in caps.features:
             yield f"{stored} learned_sinks", eight.replace(learned_sinks=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.case import Case, served_phases, stored_as
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import Role
@@ -29,17 +29,12 @@ def derive(caps: Capabilities, base: LayerSpec, batch: str, device: Device) -> I
         if paged and device.platform in ("cpu", "cuda", "rocm"):
             yield Case("far_blocks", "", base, "decode")
     for stored in sorted(caps.kv_cache_dtypes & {"int8", "fp8_e4m3"}) if base.cached else ():
-        spec = base.replace(
-            kv_cache_dtype=stored, fp8_compute=caps.fp8_compute and stored == "fp8_e4m3"
-        )
+        spec = base.replace(**stored_as(caps, stored))
         yield Case("reassigned", stored, spec, batch)
         for scales in ("tensor", "head"):
             if f"{scales}_scales" in caps.features:
                 yield Case("reassigned", f"{stored} {scales}", spec.replace(scales=scales), batch)
     if base.role is Role.DECODER:
-        for name, fields in (
-            ("learned_sinks", {"learned_sinks": True}),
-            ("alibi", {"alibi": True}),
-        ):
+        for name in ("learned_sinks", "alibi"):
             if name in caps.features:
-                yield Case("loaded_later", name, base.replace(**fields), batch)
+                yield Case("loaded_later", name, base.replace(**{name: True}), batch)

@@ -44,7 +44,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         if "mixed" in batches:
             cases.append(Case("latent_isolation", f"{kind.value} numbers", base, "mixed"))
         if caps.graph_capture:
-            how = "latent_graph" if captures(device) else "reuse"
+            how = "graph" if captures(device) else "reuse"
             for level, name in (("single_token_decode", "decode"), ("uniform", "three each")):
                 spec = base.replace(graph_capture=level)
                 if spec.graph_capture <= caps.graph_capture:

@@ -71,11 +71,8 @@ Every other one returns its LSE, where a backend claims it.
 """
 
 CAP, SLOPES, SINKS = {"logit_soft_cap": 1.5}, {"alibi": True}, {"learned_sinks": True}
-WINDOW, KEPT, CHUNK = (
-    {"sliding_window": 21},
-    {"sliding_window": 21, "sink_tokens": 3},
-    {"chunk_size": 24},
-)
+WINDOW, CHUNK = {"sliding_window": 21}, {"chunk_size": 24}
+KEPT = {"sliding_window": 21, "sink_tokens": 3}
 BOTH_WAYS = {"causal": False}
 COMBINED: dict[str, dict[str, Any]] = {
     "plain": {},

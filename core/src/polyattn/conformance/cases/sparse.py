@@ -43,7 +43,7 @@ def derive(info: BackendInfo, base: LayerSpec, device: Device) -> list[Case]:
     ]
     if caps.graph_capture:
         captured = groups.replace(graph_capture="single_token_decode")
-        how = "sparse_graph" if captures(device) else "reuse"
+        how = "graph" if captures(device) else "reuse"
         cases.append(Case(how, "groups", captured, "decode"))
     cases.append(Case("sparse_search", "", groups, "drawn"))
     level = invariance.level_of(caps)

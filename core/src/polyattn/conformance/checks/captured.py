@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,16 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import PageStrides
-from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.graphs.cuda_graph import Step, StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.group import StepPlan
 from polyattn.runtime.step.batch import Batch
-from polyattn.workload.steps import batches
+from polyattn.workload.steps import Lengths, batches
+
+Refilled = tuple[Any, Tensor, Tensor | None]
+"""A step, and what a captured plan gave for it: output and LSE."""
 
 SIZE = StepSize(3, prompts=3, prompt_tokens=40)
 STEPS = (
@@ -36,99 +40,75 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
         work.compare(out, lse, "a mixed plan reused: ")
 
 
-def mixed_refills(
-    harness: Harness, layer: Any
-) -> Iterator[tuple[AttentionWorkload, Tensor, Tensor | None]]:
-    """Yield mixed steps with a captured plan's results, as `refills` does."""
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
+def mixed_refills(harness: Harness, layer: Any) -> Iterator[Refilled]:
+    """Return mixed steps with a captured plan's results."""
     form = layer.group.cache_format
-    assert form is not None
     buffers = MixedBuffers(SIZE, 64, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.longest())
-    for lengths in STEPS:
-        work = harness.step(layer, lengths)
-        tokens = work.batch.num_tokens
-        assert buffers.fits(work.batch)
-        filled = buffers.fill(work.batch)
-        layer.group.plan(filled, reuse=captured)
-        places = buffers.places[:tokens]
-
-        widened = {
-            name: tensor.new_zeros(SIZE.tokens, *tensor.shape[1:]).index_copy_(0, places, tensor)
-            for name, tensor in work.tensors().items()
-        }
-        step = work.remembered().but(batch=filled, **widened)
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[places]
-        yield work, step.out[places], lse
+    return _refills(harness, layer, buffers, STEPS)
 
 
 def mixed_graph(case: Case, harness: Harness) -> None:
     """A captured mixed step, replayed over other rows, lengths and tables, equals eager."""
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    first = harness.step(layer, STEPS[0])
     cache = layer.group.allocate_cache(64)
-
-    def step(plans: Any, choice: Tensor | None = None, **inputs: Tensor) -> Any:
-        chosen = {} if choice is None else {"choice": choice}
-        return layer(*inputs.values(), cache, plans[layer.group], **chosen)
-
-    graphs = StepGraphs([layer.group], step, [SIZE], 64)
-    graphs.capture(first.tensors())
+    graphs = StepGraphs([layer.group], _over(layer, cache), [SIZE], 64)
+    graphs.capture(harness.step(layer, STEPS[0]).tensors())
     for lengths in STEPS:
         work = harness.step(layer, lengths)
-        assert work.cache is not None
-        blocks = work.cache.num_blocks
-        for stored, wanted in ((cache.key, work.cache.key), (cache.value, work.cache.value)):
-            stored[:blocks] = wanted
+        _hold(cache, work.cache)
         replayed = graphs.replay(work.remembered().batch, work.tensors()).clone()
         work.compare(replayed, None, "replayed: ")
         graph = graphs.find(work.batch)
         assert graph is not None
         filled = graph.buffers.fill(work.batch)
-        eager = step({layer.group: filled}, **graph.inputs)
-        rows = slice(0, len(replayed))
-        if isinstance(graph.buffers, MixedBuffers):
-            eager = eager[graph.buffers.places[rows]]
-        assert torch.equal(eager[rows], replayed), (
+        eager = graph.step({layer.group: filled}, **graph.inputs)
+        eager = eager[graph.buffers.rows(work.batch)]
+        assert torch.equal(eager, replayed), (
             "a replay has other bits than the same step run eagerly"
         )
 
 
 def graph(case: Case, harness: Harness) -> None:
-    """A captured step, planned again with other lengths and block tables, equals eager bit for bit.
+    """A captured step, replayed with other lengths, tables and choices, equals eager bit for bit.
 
     It still does after the capture of a larger batch. The backend may have grown its workspace for
     that, and the first graph must not write to memory that has a new owner.
     """
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    first = harness.step(layer, captured_lengths(case, form.block_size))
-    cache, count = first.cache, first.batch.num_seqs
-    query_len, block = first.batch.max_query_len, form.block_size
-
-    def step(plans, query, key, value):  # type: ignore[no-untyped-def]
-        return layer(query, key, value, cache, plans[layer.group])
-
+    block = layer.group.cache_format.block_size
+    lengths = captured_lengths(case, block)
+    first = harness.step(layer, lengths)
+    count, query_len = first.batch.num_seqs, first.batch.max_query_len
+    step = _over(layer, first.cache)
     graphs = StepGraphs([layer.group], step, [count, 8 * count], 8 * block, query_len)
     graphs.capture(first.tensors())
     others = [
         torch.full((size,), 7.0, device=harness.torch_device)
         for size in (1 << 13,) * 128 + (1 << 19,) * 32
     ]
-    for reverse in (False, True):
-        lengths = captured_lengths(case, block)
-        work = harness.step(layer, lengths[::-1] if reverse else lengths)
-        assert work.cache is not None and cache is not None
-        cache.key[: work.cache.num_blocks] = work.cache.key
-        cache.value[: work.cache.num_blocks] = work.cache.value
+    for chosen in (lengths, lengths[::-1]):
+        work = harness.step(layer, chosen)
+        _hold(first.cache, work.cache)
         eager = work.remembered().run()
         assert torch.equal(graphs.replay(work.batch, work.tensors()), eager)
         assert all(bool((other == 7).all()) for other in others), "it wrote beside its own memory"
         work.check()
+
+
+def _over(layer: Any, cache: KVCache) -> Step:
+    """Return a step of one layer, for capture."""
+
+    def step(plans: Any, choice: Tensor | None = None, **inputs: Tensor) -> Any:
+        chosen = {} if choice is None else {"choice": choice}
+        return layer(*inputs.values(), cache, plans[layer.group], **chosen)
+
+    return step
+
+
+def _hold(cache: KVCache, wanted: KVCache) -> None:
+    """Copy another cache's blocks to the first ones of a captured step's."""
+    for stored, others in ((cache.key, wanted.key), (cache.value, wanted.value)):
+        stored[: len(others)] = others
 
 
 def reuse(case: Case, harness: Harness) -> None:
@@ -140,37 +120,42 @@ def reuse(case: Case, harness: Harness) -> None:
         work.compare(out, lse, "a plan reused: ")
 
 
-def refills(
-    case: Case, harness: Harness, layer: Any
-) -> Iterator[tuple[Any, Tensor, Tensor | None]]:
-    """Yield several steps, each with the results of one captured plan after planning the step into it."""
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = captured_lengths(case, form.block_size)
+def refills(case: Case, harness: Harness, layer: Any) -> Iterator[Refilled]:
+    """Return steps of rows of as many tokens each with a captured plan's results."""
+    block = layer.group.cache_format.block_size
+    lengths = captured_lengths(case, block)
     rows, query_len = len(lengths) + 2, max(query for query, _ in lengths)
-    buffers = StepBuffers(
-        rows,
-        query_len,
-        8 * form.block_size,
-        form.block_size,
-        harness.torch_device,
-        padding_rows=layer.group.planner.padding_rows,
-    )
+    pads, device = layer.group.planner.padding_rows, harness.torch_device
+    buffers = StepBuffers(rows, query_len, 8 * block, block, device, padding_rows=pads)
+    return _refills(harness, layer, buffers, (lengths, lengths[::-1], lengths[1:4]))
+
+
+def _refills(
+    harness: Harness, layer: Any, buffers: StepBuffers, steps: Sequence[Lengths]
+) -> Iterator[Refilled]:
+    """Yield each step with the results of one captured plan after planning the step into it."""
+    layer.checks = False  # the captured plan's lengths are the longest, not the step's
     captured = layer.group.plan(buffers.longest())
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        work = harness.step(layer, chosen)
-        tokens = work.batch.num_tokens
+    for lengths in steps:
+        work = harness.step(layer, lengths)
+        assert buffers.fits(work.batch)
         filled = buffers.fill(work.batch)
         layer.group.plan(filled, reuse=captured)
+        rows = buffers.rows(work.batch)
         widened = {
-            name: torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
-            for name, t in work.tensors().items()
+            name: in_rows(tensor, rows, buffers.num_tokens, 0)
+            for name, tensor in work.tensors().items()
         }
         step = work.remembered().but(batch=filled, **widened)
         step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        yield work, step.out[:tokens], lse
+        yield work, step.out[rows], None if step.lse is None else step.lse[rows]
+
+
+def in_rows(tensor: Tensor, rows: slice | Tensor, count: int, rest: float) -> Tensor:
+    """Return a tensor of `count` rows, a step's own where a graph has them and `rest` elsewhere."""
+    wide = tensor.new_full((count, *tensor.shape[1:]), rest)
+    wide[rows] = tensor
+    return wide
 
 
 def bounds(case: Case, harness: Harness) -> None:

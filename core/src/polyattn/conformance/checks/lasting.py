@@ -89,9 +89,8 @@ def wide_table(case: Case, harness: Harness) -> None:
     wide[1:-1, 3:-2] = table
     sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
     step.but(batch=sliced).check("a slice of a wider table: ")
-    other = harness.step(
-        layer, case.batch, spare=0
-    )  # its blocks, written where the first step's were
+    # Its blocks are written where the first step's were.
+    other = harness.step(layer, case.batch, spare=0)
     table.copy_(other.batch.block_table)
     again = Batch(batch.starts, batch.lens, table, other.batch.slot_mapping)
     other.but(batch=again).check("a table that is written again: ")

@@ -6,9 +6,7 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.mla import further
-from polyattn.conformance.checks.captured import captured_lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import batches, pairs
 
@@ -76,28 +74,3 @@ def latent_isolation(case: Case, harness: Harness) -> None:
         # A sparse layer may not have chosen its own new token.
         if part != "latent" or inputs.choice is None:
             assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
-
-
-def latent_graph(case: Case, harness: Harness) -> None:
-    """A captured decode, planned again with other lengths and tables, equals eager bit for bit."""
-    layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = captured_lengths(case, form.block_size)
-    first = harness.step(layer, lengths)
-    cache, count = first.cache, first.batch.num_seqs
-    names = ["query", "latent", "rope"] + (["choice"] if first.choice is not None else [])
-
-    def step(plans, query, latent, rope, choice=None):  # type: ignore[no-untyped-def]
-        return layer(query, latent, rope, cache, plans[layer.group], choice=choice)
-
-    each, longest = first.batch.max_query_len, 8 * cache.block_size
-    graphs = StepGraphs([layer.group], step, [count], longest, each)
-    graphs.capture({name: getattr(first, name) for name in names})
-    for chosen in (lengths, lengths[::-1]):
-        work = harness.step(layer, chosen)
-        cache.key[: work.cache.num_blocks] = work.cache.key
-        eager = work.remembered().run()
-        replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
-        assert torch.equal(replayed, eager)
-        work.check()  # not only the same as eager: right

@@ -264,10 +264,8 @@ def claimed(base: LayerSpec, caps: Capabilities) -> dict[str, tuple[Any, ...]]:
 def _drawn(base: LayerSpec, choice: Choice) -> LayerSpec | None:
     """Return the layer of a choice, the usual one's where it lacks a value; None for what is no layer."""
     fields = {name: value for name, value in choice.items() if name not in OF_STEPS | ROWS.keys()}
-    group, kv_heads = (
-        fields.pop("group", base.gqa_ratio),
-        fields.get("num_kv_heads", base.num_kv_heads),
-    )
+    group = fields.pop("group", base.gqa_ratio)
+    kv_heads = fields.get("num_kv_heads", base.num_kv_heads)
     return _layer_of(base, fields | {"num_heads": group * kv_heads, "num_kv_heads": kv_heads})
 
 

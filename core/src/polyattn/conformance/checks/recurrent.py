@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.recurrent import EACH, LAST, PUBLISHED
+from polyattn.conformance.checks.captured import in_rows
 from polyattn.conformance.harness.base import Harness
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.workload import RecurrentWorkload, recurrent_state
@@ -19,9 +20,13 @@ from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.group import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.pages import bits, spoiled
 from polyattn.workload.steps import RECURRENT, Lengths, pairs
+
+Refilled = tuple[RecurrentWorkload, Tensor, StateCache]
+"""A step, and what a captured plan left of it: output and states."""
 
 
 def recurrence(case: Case, harness: Harness) -> None:
@@ -226,37 +231,36 @@ def recurrent_reuse(case: Case, harness: Harness) -> None:
         _same(work, result, work.check(), states)
 
 
-def recurrent_refills(
-    case: Case, harness: Harness, layer: Recurrent
-) -> Iterator[tuple[RecurrentWorkload, Tensor, StateCache]]:
-    """Yield several steps, each with a captured plan's output and states after it was planned into it."""
+def recurrent_refills(case: Case, harness: Harness, layer: Recurrent) -> Iterator[Refilled]:
+    """Return several steps, each as one captured plan ran it."""
     lengths = RECURRENT[case.batch]
     size, longest = _room(_to_capture(case, harness, layer, lengths).batch, 2)
-    buffers = StepBuffers(
-        size.rows,
-        size.query_len,
-        longest,
-        None,
-        harness.torch_device,
-        padding_rows=layer.group.planner.padding_rows,
-        state_targets=size.state_targets,
-    )
+    pads = layer.group.planner.padding_rows
+    rows = size.rows, size.query_len, longest, None
+    buffers = StepBuffers(*rows, harness.torch_device, 0, False, pads, size.state_targets)
+    steps = (lengths, lengths[::-1], lengths[1:])
+    works = (_to_capture(case, harness, layer, chosen) for chosen in steps)
     captured = layer.group.plan(buffers.batch([longest] * size.rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:]):
-        work = _to_capture(case, harness, layer, chosen)
-        tokens, start = work.batch.num_tokens, work.states.data.clone()
+    return _refills(works, buffers, captured)
+
+
+def _refills(
+    works: Iterable[RecurrentWorkload], buffers: StepBuffers, captured: StepPlan
+) -> Iterator[Refilled]:
+    """Yield each step with a captured plan's output and states after it was planned into that."""
+    for work in works:
+        start = work.states.data
         assert buffers.fits(work.batch)
-        layer.group.plan(buffers.fill(work.batch), reuse=captured)
-        wide = [
-            torch.cat([t, t.new_zeros(size.tokens - tokens, *t.shape[1:])]) for t in work.tokens
-        ]
+        work.group.plan(buffers.fill(work.batch), reuse=captured)
+        rows = buffers.rows(work.batch)
+        wide = [in_rows(t, rows, buffers.num_tokens, torch.nan) for t in work.tokens]
         states = StateCache(start.clone())
         result = work.but(tokens=wide, states=states).run(captured)
         others = [slot for slot in range(len(start)) if slot not in work.used]
         assert torch.equal(bits(states.data[others]), bits(start[others])), (
             "a stranger's slot was written"
         )
-        yield work, result[:tokens], states
+        yield work, result[rows], states
 
 
 PROMPTS: tuple[tuple[StepSize, tuple[Lengths, ...]], ...] = (
@@ -284,24 +288,10 @@ def recurrent_mixed_reuse(case: Case, harness: Harness) -> None:
     layer = harness.layer(case.spec)
     for size, steps in PROMPTS:
         buffers = MixedBuffers(size, LONGEST, None, harness.torch_device)
+        works = (harness.step(layer, lengths) for lengths in steps)
         captured = layer.group.plan(buffers.longest())
-        for lengths in steps:
-            work = harness.step(layer, lengths)
-            start = work.states.data.clone()
-            assert buffers.fits(work.batch)
-            layer.group.plan(buffers.fill(work.batch), reuse=captured)
-            places = buffers.places[: work.batch.num_tokens]
-            wide = [
-                t.new_full((size.tokens, *t.shape[1:]), torch.nan).index_copy_(0, places, t)
-                for t in work.tokens
-            ]
-            states = StateCache(start.clone())
-            result = work.but(tokens=wide, states=states).run(captured)[places]
+        for work, result, states in _refills(works, buffers, captured):
             _same(work, result, work.check(), states)
-            others = [slot for slot in range(len(start)) if slot not in work.used]
-            assert torch.equal(bits(states.data[others]), bits(start[others])), (
-                "a stranger's slot was written"
-            )
 
 
 def recurrent_mixed_graph(case: Case, harness: Harness) -> None:

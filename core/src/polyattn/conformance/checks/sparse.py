@@ -10,7 +10,6 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases.sparse import serves
 from polyattn.conformance.draws import drawn, lengths
 from polyattn.conformance.harness.base import Harness
-from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SCOPES, SparseSpec
@@ -75,27 +74,6 @@ def sparse_others(case: Case, harness: Harness) -> None:
 def _sequences(batch: Batch) -> list[int]:
     """Return each token's sequence."""
     return [index for index, count in enumerate(batch.query_lens) for _ in range(count)]
-
-
-def sparse_graph(case: Case, harness: Harness) -> None:
-    """A captured decode, replayed with other lengths, tables and choices, equals eager bit for bit."""
-    layer = harness.layer(case.spec)
-    first = harness.step(layer, case.batch)
-    cache, count, names = first.cache, first.batch.num_seqs, ("query", "key", "value", "choice")
-
-    def step(plans, query, key, value, choice):  # type: ignore[no-untyped-def]
-        return layer(query, key, value, cache, plans[layer.group], choice=choice)
-
-    graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
-    graphs.capture({name: getattr(first, name) for name in names})
-    for chosen in (pairs(first.batch), pairs(first.batch)[::-1]):
-        work = harness.step(layer, chosen)
-        for mine, theirs in ((cache.key, work.cache.key), (cache.value, work.cache.value)):
-            mine[: len(theirs)] = theirs
-        eager = work.remembered().run()
-        replayed = graphs.replay(work.batch, {name: getattr(work, name) for name in names})
-        assert torch.equal(replayed, eager)
-        work.check()
 
 
 def sparse_search(case: Case, harness: Harness) -> None:

@@ -47,7 +47,6 @@ _ATTENTION: tuple[Check, ...] = (
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_shared, mla.latent_absorbed, mla.latent_isolation,
-    mla.latent_graph,
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
@@ -56,12 +55,8 @@ _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrent_mixed_graph, recurrent.recurrent_mixed_reuse,
 )  # fmt: skip
 _SPARSE: tuple[Check, ...] = (
-    sparse.sparse,
-    sparse.sparse_plans,
-    sparse.sparse_others,
-    sparse.sparse_graph,
-    sparse.sparse_search,
-)
+    sparse.sparse, sparse.sparse_plans, sparse.sparse_others, sparse.sparse_search,
+)  # fmt: skip
 _INDEX: tuple[Check, ...] = (index.index, index.index_ranked, index.index_regrouped)
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)

@@ -89,10 +89,12 @@ def norm_weights(
     passed = {name: weight for name, weight in weights.items() if weight is not None}
     if norm is None or (rotate is False and (spec.rope is not None or not passed)):
         for name in passed:
+            if norm is None:
+                raise SpecError(
+                    f"{name} was given, and the spec has no qk_norm; select with one ({spec})"
+                )
             raise SpecError(
-                f"{name} was given, and the spec has no qk_norm; select with one ({spec})"
-                if norm is None
-                else f"{name} was given with rotate=False: what comes rotated is normed; leave it out"
+                f"{name} was given with rotate=False: what comes rotated is normed; leave it out"
             )
         return {}
     if "q_norm" not in passed:

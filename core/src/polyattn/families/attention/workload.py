@@ -199,7 +199,8 @@ class AttentionWorkload(AttendingWorkload):
             for start, own in zip(starts, tokens.split(lens), strict=True):
                 whole[start : start + len(own)] = own
         firsts = self.dice.integers(0, 60, len(lens)) if self.numbers == LATER else None
-        self.cache, self.batch = None, Batch.from_lens(
+        self.cache = None
+        self.batch = Batch.from_lens(
             queries, lens, key_starts=starts, first_positions=firsts, mask=self.brought.mask(),
             device=self.device,
         )  # fmt: skip
@@ -296,10 +297,8 @@ def _norm_weights(spec: LayerSpec, dice: Dice) -> dict[str, Any]:
     """Return random weights of the spec's norm, in the layer's dtype."""
     if (norm := spec.qk_norm) is None:
         return {}
-    dtype, heads = (
-        STORAGE_DTYPES[spec.dtype],
-        {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads},
-    )
+    dtype = STORAGE_DTYPES[spec.dtype]
+    heads = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}
     counts = {name: count if norm.over == "token" else 1 for name, count in heads.items()}
     return {n: dice.normal(count * spec.head_size, dtype=dtype) for n, count in counts.items()}
 

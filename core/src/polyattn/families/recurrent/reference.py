@@ -18,6 +18,8 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
 Tensors = Mapping[str, Tensor]
+Advanced = tuple[Tensor, Tensor]
+"""What a token makes: its output, and the state after it."""
 
 
 def scan(
@@ -84,9 +86,7 @@ def forward(
     return output, states
 
 
-def _short_conv(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _short_conv(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     assert spec.recurrent is not None
     window = torch.cat([state, x["x"][:, None]], dim=1)
     y = (params["weight"] * window[:, -spec.recurrent.conv_width :]).sum(1)
@@ -102,7 +102,7 @@ def _step_size(spec: LayerSpec, dt: Tensor, params: Tensors) -> Tensor:
     return softplus(dt) if spec.recurrent.dt_softplus else dt
 
 
-def _mamba1(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _mamba1(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     dt = _step_size(spec, x["dt"], params)[:, None]
     assert spec.recurrent is not None
     B, C = x["B"], x["C"]
@@ -115,7 +115,7 @@ def _mamba1(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tupl
     return (y * silu(x["z"]) if spec.recurrent.gated else y), state
 
 
-def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     dt = _step_size(spec, x["dt"], params)[:, None, None]
     each = spec.num_heads // spec.num_kv_heads
     B, C = (x[name].repeat_interleave(each, 0) for name in "BC")
@@ -127,14 +127,14 @@ def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tupl
     return (y * silu(x["z"]) if spec.recurrent.gated else y), state
 
 
-def _linear(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _linear(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     each = spec.num_heads // spec.num_kv_heads
     q, k = (x[name].repeat_interleave(each, 0) for name in "qk")
     state = torch.exp(params["decay"])[:, None, None] * state + k[:, :, None] * x["v"][:, None]
     return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
 
 
-def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     assert spec.recurrent is not None
     each = spec.num_heads // spec.num_kv_heads
     q, k = (x[name].repeat_interleave(each, 0) for name in "qk")
@@ -148,37 +148,33 @@ def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[T
     return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
 
 
-def _rwkv6(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _rwkv6(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     fresh = x["k"][:, :, None] * x["v"][:, None]
     seen = state + params["u"][:, :, None] * fresh
     state = torch.exp(x["w"])[:, :, None] * state + fresh
     return spec.scale * torch.einsum("hk,hkv->hv", x["r"], seen), state
 
 
-def _rwkv7(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _rwkv7(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     read = torch.einsum("hk,hkv->hv", x["a"], state)
     state = torch.exp(x["w"])[:, :, None] * state
     state = state + x["b"][:, :, None] * read[:, None] + x["k"][:, :, None] * x["v"][:, None]
     return spec.scale * torch.einsum("hk,hkv->hv", x["r"], state), state
 
 
-def _rg_lru(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+def _rg_lru(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     log_a = -8 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"])
     root = torch.sqrt(-torch.expm1(2 * log_a))  # 1 - a a, whose digits a close to 1 would cancel
     state = torch.exp(log_a) * state + root * torch.sigmoid(x["input_gate"]) * x["x"]
     return state, state
 
 
-def _rg_lru_first(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rg_lru_first(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     state = torch.sigmoid(x["input_gate"]) * x["x"]
     return state, state
 
 
-def _phi_linear(
-    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _phi_linear(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Advanced:
     assert spec.recurrent is not None
     phi = feature_mod(spec)
     if phi is None:

@@ -15,7 +15,9 @@ from polyattn.families.sparse.roofline import index_cost
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import token_places
 from polyattn.runtime.step.cost import Cost
+from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.dice import Dice
 from polyattn.workload.pages import bits
@@ -26,6 +28,8 @@ WHOLE, NEAR = "whole", "near"
 agree except in a few last bits, so that rounding decides."""
 FAR = 10**6
 """Fills a block table behind a length; no kernel may read it."""
+MOST_ENTRIES = 1 << 12
+"""Entries that `index_problem` scores at most."""
 DRAWN = 1 << 20
 """Index keys that are stored at a time where a whole cache is filled."""
 
@@ -136,15 +140,22 @@ class IndexWorkload:
         )
         return frame.out
 
-    def error(self, token: int) -> float:
-        """Return 0 if the token's ids are the definition's, up to rounding, else infinity."""
-        length = self.lengths[0][1] - self.lengths[0][0] + token
+    def problem(self, token: int) -> str | None:
+        """Return how a token's ids differ from the definition's, other than by rounding, or None."""
+        position = int(token_places(self.batch)[1][token])
         for at, scores in enumerate(reference.scored(self.spec, self.batch, self.frame, token)):
             chosen = [each for each in self.frame.out[token, at].tolist() if each >= 0]
-            exact = reference.choose(self.form, scores, length)
-            if reference.ranking_problem(scores, chosen, exact) is not None:
-                return math.inf
-        return 0.0
+            exact = reference.choose(self.form, scores, position)
+            problem = reference.ranking_problem(scores, chosen, exact)
+            if problem is None and chosen != sorted(chosen):
+                problem = f"has ids that don't ascend: {chosen[:9]}"
+            if problem is not None:
+                return f"at {position} {problem}"
+        return None
+
+    def error(self, token: int) -> float:
+        """Return 0 if the token's ids are the definition's, up to rounding, else infinity."""
+        return 0.0 if self.problem(token) is None else math.inf
 
 
 def _batch(queries: list[int], lens: list[int], more: int, table: Tensor) -> Batch:
@@ -155,3 +166,21 @@ def _batch(queries: list[int], lens: list[int], more: int, table: Tensor) -> Bat
         batch = Batch.on_buffers(batch.starts, bounds, starts, ends, table, None)
     batch.block_table = table
     return batch
+
+
+def index_problem(selection: Selection, seed: int) -> str | None:
+    """Return how an indexer's choices differ from their definition's, or None.
+
+    Scores are summed in float32: so choices may differ between scores that only rounding tells apart.
+    """
+    indexer = Indexer(selection)
+    spec = indexer.spec
+    group = spec.tokens_per_entry * spec.pool
+    budget = spec.budget if isinstance(spec.budget, int) else 8
+    longest = min((budget + 5) * group + 1, MOST_ENTRIES * spec.tokens_per_entry)
+    rows = [(1, longest), (3, 2 * group + 1), (1, 1)]
+    work = IndexWorkload(indexer, rows, Dice(seed, indexer.group.torch_device), full=True)
+    work.call()
+    problems = map(work.problem, range(work.batch.num_tokens))
+    wrong = next(filter(None, problems), None)
+    return None if wrong is None else f"the indexer's choice is wrong: a token {wrong}"

@@ -72,11 +72,8 @@ def forward(
     """
     params, sparse = params or LayerParams(), spec.sparse
     assert batch.block_table is not None and sparse is not None
-    query, table, rows = (
-        query.detach().to("cpu", dtype),
-        batch.block_table.tolist(),
-        choice.tolist(),
-    )
+    query = query.detach().to("cpu", dtype)
+    table, rows = batch.block_table.tolist(), choice.tolist()
     output = torch.zeros(
         batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype, device="cpu"
     )

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from polyattn.families.sparse import reference
-from polyattn.families.sparse.indexer import Indexer
 from polyattn.families.sparse.layer import SparseAttention
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.program import IndexFrame
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import choice_of, token_places, visible_entries
-from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SparseSpec
 from polyattn.workload.attending import ChoosingWorkload
@@ -239,44 +236,3 @@ def whole_choice(sparse: SparseSpec, choices: int, batch: Batch) -> Tensor:
     drawn.masked_fill_(hidden >= seen[:, None, None], -1.0)
     best, ids = drawn.topk(sparse.budget)
     return ids.int().masked_fill(best < 0, -1)
-
-
-MOST_ENTRIES = 1 << 12
-"""Entries that a check of an indexer scores at most."""
-
-
-def index_problem(selection: Selection, seed: int) -> str | None:
-    """Return how an indexer's choices differ from their definition's, or None.
-
-    Scores are summed in float32: so choices may differ between scores that only rounding tells apart.
-    """
-    indexer, layer = Indexer(selection), selection.spec
-    spec, block, device = indexer.spec, 16, indexer.group.torch_device
-    dice, dtype = Dice(seed, device), STORAGE_DTYPES[layer.dtype]
-    group = spec.tokens_per_entry * spec.pool
-    budget = spec.budget if isinstance(spec.budget, int) else 8
-    longest = min((budget + 5) * group + 1, MOST_ENTRIES * spec.tokens_per_entry)
-    rows = [(1, longest), (3, 2 * group + 1), (1, 1)]
-    table, num_blocks = dice.blocks([n // spec.tokens_per_entry for _, n in rows], block)
-    batch = Batch.from_lens([query for query, _ in rows], [n for _, n in rows], device=device)
-    batch, tokens = batch.with_block_table(table), batch.num_tokens
-    cache = indexer.allocate_cache(num_blocks, block)
-    slots = torch.arange(num_blocks * block, device=device)
-    indexer.store(dice.normal(len(slots), spec.head_size, dtype=dtype), cache, slots)
-    query = dice.normal(tokens, spec.num_heads, spec.head_size, dtype=dtype)
-    weights = dice.normal(tokens, spec.num_heads) if spec.fold == "weighted" else None
-    within = None
-    if spec.within is not None:
-        within = torch.zeros(tokens, 1, 1, dtype=torch.int32, device=device)
-    out = indexer(query, cache, batch, weights, within)
-    frame = IndexFrame(query, cache, weights, within, out)
-    for token, position in enumerate(token_places(batch)[1].tolist()):
-        for at, scores in enumerate(reference.scored(layer, batch, frame, token)):
-            chosen = [each for each in out[token, at].tolist() if each >= 0]
-            exact = reference.choose(spec, scores, position)
-            problem = reference.ranking_problem(scores, chosen, exact)
-            if problem is None and chosen != sorted(chosen):
-                problem = f"has ids that don't ascend: {chosen[:9]}"
-            if problem is not None:
-                return f"the indexer's choice is wrong: a token at {position} {problem}"
-    return None

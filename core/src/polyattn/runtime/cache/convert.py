@@ -76,6 +76,7 @@ def convert_blocks(
         )
     source_scales = _scales("source_scales", source_scales, one.num_kv_heads)
     target_scales = _scales("target_scales", target_scales, one.num_kv_heads)
+    both = math.lcm(source.block_size, target.block_size)  # pieces end at blocks of both
     formats = (one.rows or (None, None), other.rows or (None, None))
     parts = [(source.key, target.key), (source.value, target.value)]
     for part, (old, new) in enumerate(parts[: 1 if one.value_in_key else 2]):
@@ -83,9 +84,9 @@ def convert_blocks(
         read, written = formats[0][part], formats[1][part]
         scales = (source_scales[part], target_scales[part])
         as_bytes = old.dtype == new.dtype and read == written and _equal(*scales)
-        for first, last in _pieces(
-            tokens, source.block_size, target.block_size, size * one.num_kv_heads
-        ):
+        step = both * max(1, AT_ONCE // (both * size * one.num_kv_heads))
+        for first in range(0, tokens, step):
+            last = min(first + step, tokens)
             rows = raw(old)[from_ids[first // source.block_size : last // source.block_size]]
             rows = rows.flatten(0, 1).to(new.device)
             if not as_bytes:
@@ -138,13 +139,6 @@ def _scales(name: str, scales: tuple[Scale, Scale], heads: int) -> tuple[Scale, 
 def _equal(one: Scale, other: Scale) -> bool:
     pair = (torch.as_tensor(s, dtype=torch.float32, device="cpu") for s in (one, other))
     return torch.equal(*pair)
-
-
-def _pieces(tokens: int, one: int, other: int, width: int) -> list[tuple[int, int]]:
-    """Return ranges of tokens that end at blocks of both sizes, of about `AT_ONCE` elements each."""
-    both = math.lcm(one, other)
-    step = both * max(1, AT_ONCE // (both * width))
-    return [(first, min(first + step, tokens)) for first in range(0, tokens, step)]
 
 
 def _rewritten(

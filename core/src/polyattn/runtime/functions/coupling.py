@@ -73,19 +73,14 @@ def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Te
         size = spec.v_head_size if which in ("value_mod", "output_mod") else spec.head_size
         values = torch.randn(SIZE, heads, size, generator=generator, dtype=torch.float32)
         tokens = torch.arange(SIZE)[:, None, None]
-        return (
-            [values]
-            if which == "feature_mod"
-            else [values, tokens, torch.arange(heads)[:, None], tokens + 1, torch.arange(size)]
-        )
+        if which == "feature_mod":
+            return [values]
+        return [values, tokens, torch.arange(heads)[:, None], tokens + 1, torch.arange(size)]
     sizes = (SIZE, spec.num_heads, SIZE, SIZE)
     places = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes)]
-    drawn = (
-        []
-        if which == "mask_mod"
-        else [torch.randn(sizes, generator=generator, dtype=torch.float32)]
-    )
-    return [*drawn, *places]
+    if which == "mask_mod":
+        return places
+    return [torch.randn(sizes, generator=generator, dtype=torch.float32), *places]
 
 
 def _problem(
@@ -116,12 +111,10 @@ def _problem(
         return "writes to its arguments; return new tensors"
     if all(_alone(call, args, whole, unit) for unit in _units(function, shape)):
         return None
-    what = "one head of one token" if function.which in OF_ELEMENTS else "one pair of query and key"
-    remedy = (
-        "reduce over a head's elements only, as in .mean(-1, keepdim=True)"
-        if function.which in OF_ELEMENTS
-        else "a function of scores reduces nothing"
-    )
+    what, remedy = "one pair of query and key", "a function of scores reduces nothing"
+    if function.which in OF_ELEMENTS:
+        what = "one head of one token"
+        remedy = "reduce over a head's elements only, as in .mean(-1, keepdim=True)"
     return f"gives {what} other results beside others, and would couple requests; {remedy}"
 
 

@@ -88,7 +88,9 @@ def trace_encode(format: RowFormat, size: int) -> Trace:
         raise UntraceableError(f"encode can't be traced by torch: {describe(error)}") from error
     trace = _Reader().read(graph, size)
     extremes = torch.tensor(EXTREMES, dtype=torch.float32, device="cpu")
-    for row in torch.cat([extremes[:, None].expand(-1, size), _sample(size)]):
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(4, size, generator=generator, dtype=torch.float32, device="cpu")
+    for row in torch.cat([extremes[:, None].expand(-1, size), sample]):
         if not torch.equal(replayed(trace, row), function(row)):
             raise UntraceableError("encode, whose traced operations write other bytes")
     return trace
@@ -123,11 +125,6 @@ def replayed(trace: Trace, row: Tensor) -> Tensor:
         values.append(vector.to(dtype))
     assert trace.score is not None
     return values[trace.score][: trace.length].to(torch.uint8)
-
-
-def _sample(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, size, generator=generator, dtype=torch.float32, device="cpu")
 
 
 _TORCH: dict[str, Any] = {
@@ -289,27 +286,23 @@ class _Reader:
         """Write an operation of nodes; after the first, numbers that aren't `_node`s are constants."""
         first, *rest = args
         nodes = [int(first)]
-        nodes += [
-            int(a)
-            if isinstance(a, _Node)
-            else self.trace.add("constant", what=float(a) if kind == FLOAT else int(a), kind=kind)
-            for a in rest
-        ]
+        for each in rest:
+            if not isinstance(each, _Node):
+                number = float(each) if kind == FLOAT else int(each)
+                each = self.trace.add("constant", what=number, kind=kind)
+            nodes.append(int(each))
         return _Node(self.trace.add(op, tuple(nodes)))
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, _Array):
-            return (
-                value.to(dtype)
-                if isinstance(value, Tensor)
-                else torch.tensor(value, dtype=dtype, device="cpu")
-            )
+            if isinstance(value, Tensor):
+                return value.to(dtype)
+            return torch.tensor(value, dtype=dtype, device="cpu")
         if dtype == value.dtype:
             return value
         if {dtype, value.dtype} == {torch.float32, torch.float64}:
-            return _Array(
-                value.node, value.at, dtype
-            )  # its root is rounded once, which a trace's is
+            # A trace's root is rounded once, as this one's is.
+            return _Array(value.node, value.at, dtype)
         if torch.float64 in (dtype, value.dtype):
             raise UntraceableError(f"a conversion of {value.dtype} to {dtype}")
         if dtype in SMALL_FLOATS:
@@ -362,11 +355,8 @@ class _Reader:
 
     def _view(self, value: _Array, dtype: torch.dtype) -> _Array:
         """Write elements' bits, read as another dtype."""
-        vector, size, each = (
-            self._vector(value, value.at.shape, _kind(value)),
-            value.dtype,
-            dtype.itemsize,
-        )
+        vector = self._vector(value, value.at.shape, _kind(value))
+        size, each = value.dtype, dtype.itemsize
         if dtype == torch.float32 and size in (torch.int32, torch.uint32):
             return self._made(self.trace.add("single", (vector,)), value.at.shape, dtype)
         if size == torch.float32:
@@ -448,14 +438,14 @@ class _Reader:
         return self._made(whole, own.shape, dtype)
 
     def _stack(self, parts: Sequence[Any], dim: int = 0) -> Any:
-        rank = len(_shape(parts[0])) + 1
-        wide = [
-            _Array(p.node, np.expand_dims(p.at, dim % rank), p.dtype)
-            if isinstance(p, _Array)
-            else p.unsqueeze(dim)
-            for p in parts
-        ]
-        return self._cat(wide, dim % rank)
+        dim %= len(_shape(parts[0])) + 1
+        wide = []
+        for part in parts:
+            if isinstance(part, _Array):
+                wide.append(_Array(part.node, np.expand_dims(part.at, dim), part.dtype))
+            else:
+                wide.append(part.unsqueeze(dim))
+        return self._cat(wide, dim)
 
     def _clamp(self, value: _Array, low: Any = None, high: Any = None) -> _Array:
         for op, bound in (("maximum", low), ("minimum", high)):
@@ -545,11 +535,9 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _like(value: Any) -> Any:
-    return (
-        torch.empty((1,) * len(_shape(value)), dtype=value.dtype, device="cpu")
-        if isinstance(value, _Array)
-        else value
-    )
+    if not isinstance(value, _Array):
+        return value
+    return torch.empty((1,) * len(_shape(value)), dtype=value.dtype, device="cpu")
 
 
 def _kind_of(dtype: torch.dtype) -> str:

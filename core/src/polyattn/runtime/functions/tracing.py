@@ -159,11 +159,8 @@ class Trace:
             return kind_of_all
         if op in ("floor", "ceil", "to_int"):
             return INT if op == "to_int" or kind_of_all != FLOAT else FLOAT
-        return (
-            INT
-            if kind_of_all == BOOL and op not in ("where", "minimum", "maximum")
-            else kind_of_all
-        )
+        counts = kind_of_all == BOOL and op not in ("where", "minimum", "maximum")
+        return INT if counts else kind_of_all
 
     def addresses(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """Return each input's address, then the size and stride of each of its dimensions.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from polyattn.errors import BatchError, flag, shown
 from polyattn.runtime.builds import finish_all
@@ -32,9 +33,10 @@ class StepGraph:
         self.plans: dict[LayerGroup, StepPlan] = {}
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
-        # What the graph writes, by its own order of tokens; where a step's order differs, in that.
-        self.result: Any = None
-        self.taken: Any = None
+        # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
+        self.results: list[Tensor] = []
+        self.taken: list[Tensor] = []
+        self.form: TreeSpec
 
     def capture(self, inputs: Mapping[str, Tensor], pool: Any, side: Any) -> None:
         """Record the step on the stream `side` of the current device, its memory in `pool`.
@@ -52,9 +54,9 @@ class StepGraph:
                 self.step(self.plans, **self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self.graph, pool, side), torch.no_grad():
-            self.result = self.step(self.plans, **self.inputs)
+            self.results, self.form = tree_flatten(self.step(self.plans, **self.inputs))
         if isinstance(self.buffers, MixedBuffers):
-            self.taken = _map(self.result, torch.empty_like)
+            self.taken = [torch.empty_like(result) for result in self.results]
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
         """Run one step. Returns views of its results, valid until the next replay."""
@@ -73,18 +75,18 @@ class StepGraph:
         filled = buffers.fill(batch)
         for group, plan in self.plans.items():
             group.plan(group.planner.own(filled), reuse=plan)
-        places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
-        if places is None:
-            copy_together((self.inputs[n][:tokens], t) for n, t in inputs.items())
-        else:
-            for name, tensor in inputs.items():
-                raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
+        rows = buffers.rows(batch)
+        if isinstance(rows, slice):
+            copy_together((self.inputs[name][rows], tensor) for name, tensor in inputs.items())
+            self.graph.replay()
+            return tree_unflatten([result[rows] for result in self.results], self.form)
+        for name, tensor in inputs.items():
+            raw(self.inputs[name]).index_copy_(0, rows, raw(tensor))
         self.graph.replay()
-        if places is None:
-            return _map(self.result, lambda tensor: tensor[:tokens])
-        return _map(
-            self.result, lambda tensor, out: _select(tensor, places, out[:tokens]), self.taken
-        )
+        taken = [each[:tokens] for each in self.taken]
+        for result, out in zip(self.results, taken, strict=True):
+            torch.index_select(raw(result), 0, rows, out=raw(out))
+        return tree_unflatten(taken, self.form)
 
     def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
         """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
@@ -156,11 +158,11 @@ class StepGraphs:
             raise BatchError(f"groups={shown(groups)} must be a list of LayerGroup")
         flag("shared_prefix", shared_prefix, BatchError)
         blocks = {g.cache_format.block_size for g in groups if g.cache_format is not None}
-        if not groups or len(blocks) > 1:
+        if not groups:
+            raise BatchError("a captured step needs the groups of its layers")
+        if len(blocks) > 1:
             raise BatchError(
                 f"a captured step has one block table; its groups walk blocks of {sorted(blocks)}"
-                if groups
-                else "a captured step needs the groups of its layers"
             )
         for group in groups:
             group.finish_builds()
@@ -267,20 +269,3 @@ def _buffers(
         size.rows, size.query_len, max_len, block_size, device, axes, sharing, pads,
         size.state_targets,
     )  # fmt: skip
-
-
-def _select(source: Tensor, places: Tensor, out: Tensor) -> Tensor:
-    torch.index_select(raw(source), 0, places, out=raw(out))
-    return out
-
-
-def _map(result: Any, change: Callable[..., Tensor], *others: Any) -> Any:
-    """Return the same tuples and lists of tensors, each changed."""
-    if isinstance(result, Tensor):
-        return change(result, *others)
-    return type(result)(_map(*parts) for parts in _zipped(result, change, others))
-
-
-def _zipped(result: Any, change: Callable[..., Tensor], others: tuple[Any, ...]) -> Any:
-    for part, *beside in zip(result, *others, strict=True):
-        yield (part, change, *beside)

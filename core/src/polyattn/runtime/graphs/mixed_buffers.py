@@ -95,7 +95,7 @@ class MixedBuffers(StepBuffers):
             batch: the step.
 
         """
-        _, prompts = self._kinds(batch)
+        _, prompts = self._split(batch)
         tokens = sum(batch.query_lens[i] for i in prompts)
         room = len(prompts) <= self.size.prompts and tokens <= self.size.prompt_tokens
         room = room and batch.state_targets is None
@@ -112,7 +112,7 @@ class MixedBuffers(StepBuffers):
 
         """
         size, queries = self.size, batch.query_lens
-        decodes, prompts = self._kinds(batch)
+        decodes, prompts = self._split(batch)
         counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
         left, missing = size.prompt_tokens - sum(counts), size.rows - len(decodes)
         filled = [*counts, left] + [size.query_len] * size.rows
@@ -128,14 +128,24 @@ class MixedBuffers(StepBuffers):
         self.slots.fill_(-1)
         if self.slot_mapping is not None and batch.slot_mapping is not None:
             self.slot_mapping.index_copy_(0, places, batch.slot_mapping)
-        self._fill_states(batch, len(prompts), len(decodes))
+        if batch.state_slots is not None:  # the row that fills the prompts' room has none
+            self._gather(batch.state_slots, self.state_slots, len(prompts), len(decodes))
         if self.positions is not None:
             self.positions.zero_()
             of_tokens = positions_of(batch).expand(*self.positions.shape[:-1], -1)
             self.positions.index_copy_(-1, places, of_tokens)
         return self._over(filled, lens)
 
-    def _kinds(self, batch: Batch) -> tuple[list[int], list[int]]:
+    def rows(self, batch: Batch) -> Tensor:
+        """Return where a graph has the tokens of the step that was filled in.
+
+        Args:
+            batch: the step.
+
+        """
+        return self.places[: batch.num_tokens]
+
+    def _split(self, batch: Batch) -> tuple[list[int], list[int]]:
         """Return the rows that go to the decodes' room, and all others."""
         each = self.size.query_len
         decodes = [i for i, n in enumerate(batch.query_lens) if n == each][: self.size.rows]
@@ -158,11 +168,6 @@ class MixedBuffers(StepBuffers):
         width = min(batch.block_table.shape[1], self.block_table.shape[1])
         self.block_table.zero_()
         self._gather(batch.block_table[:, :width], self.block_table[:, :width], prompts, decodes)
-
-    def _fill_states(self, batch: Batch, prompts: int, decodes: int) -> None:
-        """Copy the sequences' state slots; the row that fills the prompts' room has none."""
-        if batch.state_slots is not None:
-            self._gather(batch.state_slots, self.state_slots, prompts, decodes)
 
     def _gather(self, rows: Tensor, into: Tensor, prompts: int, decodes: int) -> None:
         """Copy a step's rows to where `order` has them."""

@@ -202,6 +202,10 @@ class StepBuffers:
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
 
+    def rows(self, batch: Batch) -> slice | Tensor:
+        """Return where a graph has the tokens of the step that was filled in."""
+        return slice(batch.num_tokens)
+
     def _targets(self, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Return where each token's state goes, and what that is copied to.
 
@@ -221,10 +225,10 @@ class StepBuffers:
 
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for goal, source in pairs:
-        goals, sources = kinds.setdefault(source.dtype, ([], []))
+        goals, sources = by_dtype.setdefault(source.dtype, ([], []))
         goals.append(raw(goal))
         sources.append(raw(source))
-    for goals, sources in kinds.values():
+    for goals, sources in by_dtype.values():
         torch._foreach_copy_(goals, sources)

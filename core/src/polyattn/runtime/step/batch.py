@@ -357,6 +357,15 @@ class Batch:
         return self.key_starts == [0, *accumulate(self.lens)][:-1]
 
     @cached_property
+    def key_rows(self) -> slice | Tensor:
+        """Where keys that are passed whole lie: a slice, or with gaps int64 (keys,) on the device."""
+        if self.keys_packed:
+            return slice(sum(self.lens))
+        spans = zip(self.key_starts, self.lens, strict=True)
+        rows = np.concatenate([np.arange(start, start + length) for start, length in spans])
+        return upload(rows.astype(np.int64), self.device)
+
+    @cached_property
     def key_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device: where packed keys start, ending with their total."""
         return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
@@ -454,8 +463,7 @@ class Batch:
     def copy(self) -> Batch:
         """Return the same batch, without the plans that layers made of it."""
         batch = object.__new__(Batch)
-        batch.__dict__.update(self.__dict__)
-        batch.__dict__.pop("plans", None)
+        batch.__dict__.update(self.__getstate__())
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -466,13 +474,8 @@ class Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
         batch = self.copy()
         batch.lens = self.seq_lens.tolist()
-        for name in (
-            "max_seq_len",
-            "host_lens",
-            "host_contexts",
-            "token_positions",
-            "_covers_queries",
-        ):
+        known = "max_seq_len host_lens host_contexts token_positions _covers_queries"
+        for name in known.split():
             batch.__dict__.pop(name, None)
         return batch
 
@@ -663,16 +666,12 @@ def _check_tensors(batch: Batch) -> None:
     Raises `BatchError`.
     """
     many = getattr(batch.state_targets, "ndim", 1) == 2
+    of_targets = (batch.num_seqs, None) if many else (batch.num_seqs,)
     for name, tensor, dtype, shape in (
         ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
         ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
         ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-        (
-            "state_targets",
-            batch.state_targets,
-            torch.int64,
-            (batch.num_seqs, None) if many else (batch.num_seqs,),
-        ),
+        ("state_targets", batch.state_targets, torch.int64, of_targets),
     ):
         if tensor is None:
             continue

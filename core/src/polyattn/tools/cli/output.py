@@ -39,6 +39,29 @@ def progress(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{what} {escape(text)}")
 
 
+@contextmanager
+def bar(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar if standard error is a terminal; yields what sets its text, count and total."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def show(text: str, done: int, total: int) -> None:
+            progress.update(task, description=text[:60], completed=done, total=total)
+
+        yield show
+
+
 def say(text: str) -> None:
     """Print text as it is: brackets in it are no markup, and its numbers have no colours."""
     console.print(text, markup=False, highlight=False)

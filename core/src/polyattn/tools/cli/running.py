@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.api import select_layers
 from polyattn.device import Device
@@ -26,7 +23,7 @@ from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, has_blocks, read_specs
 from polyattn.tools.cli.options import RunOptions
-from polyattn.tools.cli.output import console, print_json, print_rows, say
+from polyattn.tools.cli.output import bar, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.cli.weights import Whole, model_of, whole_model
 from polyattn.tools.replay.arrivals import Arrivals
@@ -128,7 +125,8 @@ def _serve(
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
-        report = _run(engine, quiet=options.json or silent)
+        with bar(quiet=options.json or silent) as show_done:
+            report = engine.run(lambda done, total: show_done("serving", done, total))
     if silent:
         return 0
     if options.json:
@@ -212,15 +210,6 @@ def _engine_options(options: RunOptions, ranks: Ranks | None) -> Options:
         seed=options.seed,
         context=ranks,
     )
-
-
-def _run(engine: Engine, quiet: bool) -> Report:
-    if quiet or not sys.stderr.isatty():
-        return engine.run()
-    columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
 
 
 def _print_selection(

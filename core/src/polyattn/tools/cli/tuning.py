@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError
@@ -21,7 +17,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.options import TuneOptions
-from polyattn.tools.cli.output import console, print_json, print_rows, say
+from polyattn.tools.cli.output import bar, print_json, print_rows, say
 from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
@@ -59,7 +55,8 @@ def show(options: TuneOptions) -> int:
     specs = _layers(options, resolved)
     if options.batch_invariant is not None:
         specs += [spec.replace(batch_invariant=options.batch_invariant) for spec in specs]
-    _measure(tuning, specs, options.seconds, quiet=options.json)
+    with bar(quiet=options.json) as show_done:
+        tuning.run(specs, options.seconds, show_done)
     processors = processors_of(resolved)
     fits = tables.fits(points.measured(), processors)
     data = tables.table(fits, resolved, registry, processors)
@@ -112,27 +109,6 @@ def _layers(options: TuneOptions, device: Device) -> list[LayerSpec]:
             )
         measured |= dict.fromkeys(mine)
     return list(measured)
-
-
-def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: bool) -> None:
-    if quiet or not sys.stderr.isatty():
-        tuning.run(specs, seconds, lambda spec, done, total: None)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        tuning.run(
-            specs,
-            seconds,
-            lambda spec, done, total: progress.update(
-                task, description=spec[:60], completed=done, total=total
-            ),
-        )
 
 
 def _report(fits: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> dict[str, Any]:

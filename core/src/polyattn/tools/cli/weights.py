@@ -55,11 +55,8 @@ class Whole:
 
     def announce(self) -> None:
         """Print the reason for a wait on standard error, before the command serves."""
-        doing = (
-            "drawing random weights"
-            if isinstance(self.source, RandomWeights)
-            else "reading weights"
-        )
+        drawn = isinstance(self.source, RandomWeights)
+        doing = "drawing random weights" if drawn else "reading weights"
         size = f"{self.bytes / 2**30:.3g} GiB"
         print(f"polyattn: {doing}, {size}, before the first step", file=sys.stderr, flush=True)
 

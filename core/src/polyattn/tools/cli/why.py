@@ -70,8 +70,5 @@ def _print(process: Process) -> None:
     if process.fallbacks:
         lines += ["", "not served by polyattn:", *(f"  {line}" for line in process.fallbacks)]
     # Another user's process may have written anything.
-    stdout.write("\n".join("".join(filter(str.isprintable, line)) for line in _lines(lines)))
-
-
-def _lines(texts: Sequence[str]) -> list[str]:
-    return [line for text in texts for line in text.split("\n")]
+    lines = "\n".join(lines).split("\n")
+    stdout.write("\n".join("".join(filter(str.isprintable, line)) for line in lines))

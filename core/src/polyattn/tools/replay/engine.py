@@ -159,9 +159,8 @@ class Engine:
                 ),
                 start=Cost(0, 0),
             )
-        if (
-            self.options.context is not None
-        ):  # all ranks have one clock, so that they schedule alike
+        # All ranks have one clock, so that they schedule alike.
+        if self.options.context is not None:
             seconds = self.options.context.longest(seconds)
         decode = all(item.count == 1 and item.start > 0 for item in plan)
         used = max((p.allocator.num_used / p.allocator.num_blocks for p in self.pools), default=0.0)

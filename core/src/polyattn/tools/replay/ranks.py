@@ -42,11 +42,8 @@ class ContextRunner(Runner):
         self, context: ContextParallel, layers: SelectedLayers, options: Options, num_blocks: int
     ):
         latent = layers.spec.kind.is_latent
-        self.alone: AttentionRunner | LatentRunner = (
-            LatentRunner(layers, options, num_blocks)
-            if latent
-            else AttentionRunner(layers, options, num_blocks)
-        )
+        runner = LatentRunner if latent else AttentionRunner
+        self.alone: AttentionRunner | LatentRunner = runner(layers, options, num_blocks)
         self.group, self.spec, self.count = self.alone.group, self.alone.spec, self.alone.count
         self.device, self.num_caches = self.alone.device, self.alone.num_caches
         self.shared = ContextGroup(self.group, context)

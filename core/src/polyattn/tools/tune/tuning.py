@@ -82,11 +82,8 @@ class Tuning:
             selection = self._selection(spec)
             if selection is not None:
                 size = size_for(spec, self.device, room)
-                work[spec] = (
-                    selection,
-                    size,
-                    list(samples(size, self.seed, self.traces, counts_of(spec))),
-                )
+                steps = list(samples(size, self.seed, self.traces, counts_of(spec)))
+                work[spec] = selection, size, steps
         rounds = max((len(steps) for _, _, steps in work.values()), default=0)
         ready: dict[LayerSpec, Measured] = {}
         for index in range(rounds):

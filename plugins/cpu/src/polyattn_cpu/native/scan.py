@@ -93,12 +93,13 @@ class NativeScan(RecurrentBackend):
             raise BatchError(
                 f"state_targets goes up to {plan.highest}: there are {states.shape[0]} slots"
             )
+        goals = (0, 0) if plan.targets is None else (plan.targets.data_ptr(), plan.targets.shape[1])
         packed = (
             _HEAD.pack(
                 KINDS[spec.kind], DTYPES[spec.dtype], TORCH_DTYPES[states.dtype],
                 len(plan.slots), *_sizes(spec, states),
                 plan.starts.data_ptr(), plan.slots.data_ptr(), plan.before.data_ptr(),
-                *_goal(plan.targets),
+                *goals,
             )
             + rows
             + _TAIL.pack(
@@ -125,11 +126,6 @@ def _rows(tensor: Tensor) -> bytes:
     return _ROWS.pack(
         tensor.data_ptr(), tensor.stride(0), tensor.stride(1), TORCH_DTYPES[tensor.dtype]
     )
-
-
-def _goal(targets: Tensor | None) -> tuple[int, int]:
-    """Return the address of `Batch.state_targets` and a row's targets; zeros where there are none."""
-    return (0, 0) if targets is None else (targets.data_ptr(), targets.shape[1])
 
 
 def _highest(batch: Batch, targets: list[list[int]]) -> int:

@@ -41,11 +41,9 @@ def blank_frame(spec: LayerSpec, form: CacheFormat | None, device: torch.device)
     )
     query, key, value = (torch.empty(1, *size, dtype=kind, device=device) for size in sizes)
     out = torch.empty(1, spec.num_heads, spec.v_head_size, dtype=leaves, device=device)
-    lse = (
-        torch.empty(1, spec.num_heads, dtype=torch.float32, device=device)
-        if spec.needs_lse
-        else None
-    )
+    lse = None
+    if spec.needs_lse:
+        lse = torch.empty(1, spec.num_heads, dtype=torch.float32, device=device)
     heads = torch.ones(spec.num_heads, dtype=torch.float32, device=device)
     params = LayerParams(
         sinks=heads if spec.learned_sinks else None, alibi_slopes=heads if spec.alibi else None

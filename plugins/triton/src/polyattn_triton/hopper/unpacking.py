@@ -109,11 +109,8 @@ def _steps(bits: int) -> str:
     ]
     for at in range(half):
         place = bits * at
-        mask, less, part = (
-            ((1 << bits) - 1) << place,
-            0xE400 - (place << 10),
-            0x3C00 - (place << 10),
-        )
+        mask = ((1 << bits) - 1) << place
+        less, part = 0xE400 - (place << 10), 0x3C00 - (place << 10)
         text += [f"mov.b32 {n}, {x << 16 | x:#x};" for n, x in (("part", part), ("less", less))]
         for source, to in ((f"${each}", at), ("t", half + at)):
             text += [

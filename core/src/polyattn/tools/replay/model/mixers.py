@@ -214,9 +214,8 @@ class JambaMamba(_Recurrence):
         inner, gate = self.in_proj(x).chunk(2, dim=-1)
         inner = self.convolve(inner, step)
         dt, b, c = self.x_proj(inner).split(self.parts, dim=-1)
-        dt = functional.linear(
-            self.dt_layernorm(dt), self.dt_proj.weight
-        )  # its bias joins dt later
+        # Its bias joins dt later.
+        dt = functional.linear(self.dt_layernorm(dt), self.dt_proj.weight)
         out = self.scan(step, inner, dt, self.b_layernorm(b), self.c_layernorm(c))
         return self.out_proj(out * functional.silu(gate))  # type: ignore[no-any-return]
 
