@@ -13,6 +13,7 @@ short chunks, that decides. Each library cuts in its own way:
   rows a group's together, in pieces that two programs on each processor hold.
 - `whole`: as TRITON_ATTN does: uncut where that is the shorter, else in shares of one length; short
   rows in low tiles, unless these read much.
+- `runs`, `packed`: as torch calls dense kernels (`dealing_torch`).
 
 But for shares, each piece goes to the processor that is free first.
 """
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polyattn.selection.dealing_latents import Latents
+from polyattn.selection.dealing_torch import packed, runs
 from polyattn.selection.pieces import (
     BEGIN,
     FULL,
@@ -190,8 +192,7 @@ def _cut(step: Step, processors: int) -> Counts:
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
         each_parts = (tops + (limit - 1)) // limit
-        if near is not None:
-            each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
         parts = largest(each_parts)
         tokens += PARTIAL * int(step.queries @ each_parts)
     costs, turns = blocks + BEGIN, heads
@@ -413,7 +414,13 @@ class Shares(NamedTuple):
         return -(-self.parts // AT_ONCE), rows
 
 
-HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart, "whole": _whole}
+HEADS: dict[str, Callable[[Step, int], Counts]] = {
+    "cut": _cut,
+    "heads": _apart,
+    "whole": _whole,
+    "runs": runs,
+    "packed": packed,
+}
 """What counts a step over heads, by the name of the way."""
 
 LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
@@ -423,6 +430,7 @@ LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
+    "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from polyattn.selection.prediction import (
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
+from polyattn.spec.timing import WINDOWLESS, TimingModel, all_seen
 
 UNKNOWN = Price(0.0, 0.0, 0.0)
 APART = 1.15
@@ -77,6 +78,11 @@ class StepChoice:
         chosen: Mapping[str, str],
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
+        models, self._seen = tuple(models), all_seen(spec)
+        self._within: StepChoice | None = None  # of steps within the window
+        if within := [replace(m, windowless=False) for m in models if m.windowless]:
+            others = [m for m in models if m.backend not in WINDOWLESS]
+            self._within = StepChoice(spec, [*others, *within], phases, chosen)
         self.predictor = Predictor(spec, models)
         self._deals = self.predictor.deals["decode"]
         decode, prefill = phases["decode"], phases["prefill"]
@@ -94,6 +100,10 @@ class StepChoice:
 
         `longest`: the largest of `lens`, where it is known.
         """
+        if self._within is not None:
+            longest = int(np.max(lens, initial=0)) if longest is None else longest
+            if longest <= self._seen:
+                return self._within.decode(lens, longest)
         if len(self._decoding) < 2:
             return self._decoding[0].name if self._decoding else self.chosen["decode"]
         return self.predictor.fastest(
@@ -103,6 +113,8 @@ class StepChoice:
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+        if self._within is not None and n.max(initial=0) <= self._seen:
+            return self._within.calls(q, n)
         kind = kind_of_step(q, n)
         if kind == "decode":
             return self._fastest(self._part("decode", kind, ALL, self.predictor.shape(kind, q, n)))
