@@ -77,6 +77,15 @@ class Forgets(TorchSDPA):
         super().__init__(every, *rest)
 
 
+class Short(TorchSDPA):
+    """Is wrong where a window hides nothing in the whole step."""
+
+    def run(self, plan: Any, frame: Any) -> None:
+        super().run(plan, frame)
+        if plan.batch.max_seq_len <= (self.spec.sliding_window or 0):
+            frame.out.add_(1)
+
+
 class Boasting(AttentionBackend):
     """Claims attention and has no `run`."""
 
@@ -101,10 +110,11 @@ SCORES = {
     "WRONG": 999, "FAILING": 998, "BOASTING": 1, "UNFIT": 0, "EXITS": 0, "ENDS": 0, "SILENT": 0,
 }  # fmt: skip
 FORGETS = replace(TORCH_SDPA, name="FORGETS", path="test_verify:Forgets", priorities=())
+SHORT = replace(TORCH_SDPA, name="SHORT", path="test_verify:Short", priorities=())
 declare(
     __name__,
     api_versions=(1, 1),
-    backends=[FORGETS, *(info(name, score) for name, score in SCORES.items())],
+    backends=[FORGETS, SHORT, *(info(name, score) for name, score in SCORES.items())],
 )
 
 
@@ -156,9 +166,18 @@ def test_masks_and_caps_are_tried_at_their_own_sizes(mask: dict[str, Any], cache
     assert select(spec, "cpu", backend="TORCH_SDPA", verify=True).decision.prefill
 
 
+def test_a_step_within_the_window_is_tried_too() -> None:
+    """A backend may run other kernels for it."""
+    spec = SPEC.replace(sliding_window=1024)
+    with pytest.raises(SelectionError, match="its output is wrong"):
+        select(spec, "cpu", backend="SHORT", verify=True)
+    assert select(SPEC, "cpu", backend="SHORT", verify=True).decision.prefill
+
+
 def test_a_window_of_a_million_tokens_is_tried_in_bounded_time() -> None:
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=1 << 20)
-    assert max(keys for _, keys in steps(spec, "prefill", 16)) == 4096 + 19
+    for phase in ("prefill", "decode"):
+        assert max(keys for _, keys in steps(spec, phase, 16)) == 4096 + 19
     assert select(spec, "cpu", backend="NATIVE_ATTN", verify=True).decision.prefill
 
 

@@ -13,6 +13,7 @@ short chunks, that decides. Each library cuts in its own way:
   rows a group's together, in pieces that two programs on each processor hold.
 - `whole`: as TRITON_ATTN does: uncut where that is the shorter, else in shares of one length; short
   rows in low tiles, unless these read much.
+- `runs`, `packed`: as torch calls dense kernels (`dealing_torch`).
 
 But for shares, each piece goes to the processor that is free first.
 """
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polyattn.selection.dealing_latents import Latents
+from polyattn.selection.dealing_torch import packed, runs
 from polyattn.selection.pieces import (
     BEGIN,
     EACH,
@@ -202,8 +204,7 @@ def _cut(step: Step, processors: int) -> Counts:
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
         each_parts = (tops + (limit - 1)) // limit
-        if near is not None:
-            each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
         parts = largest(each_parts)
         tokens += PARTIAL * int(step.queries @ each_parts)
     costs, turns = blocks + BEGIN, heads
@@ -428,7 +429,13 @@ class Shares(NamedTuple):
         return -(-self.parts // AT_ONCE), rows
 
 
-HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart, "whole": _whole}
+HEADS: dict[str, Callable[[Step, int], Counts]] = {
+    "cut": _cut,
+    "heads": _apart,
+    "whole": _whole,
+    "runs": runs,
+    "packed": packed,
+}
 """What counts a step over heads, by the name of the way."""
 
 
@@ -455,24 +462,27 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     A tile's blocks hold the keys of its last token, which sees half a tile's tokens more than the mean
     one. A tile costs some blocks beside. Of low tiles and pages less is known.
     """
-    if kind in ("decode", "short") or not way:
+    if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.6, "whole": 0.1}.get(way, 1.0)
         return Least(pairs, kinds=("", *SWITCHES.get(way, ())))
     size, group, heads = spec.head_size, spec.gqa_ratio, spec.num_heads
     low, narrow = group * SHORT < LOW_TILE, spec.stored_dtype != spec.dtype
     windowed = bool(spec.sliding_window or spec.chunk_size)
-    if way == "heads":
-        if narrow:
+    if way not in ("cut", "whole"):  # each head has tiles of its own
+        if way == "heads" and narrow:
             return Least(PACKED_KEYS)
-        high = TILES[0][1] if size <= TILES[0][0] else WIDE
+        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*SWITCHES.get(way, ())]
+        if way == "heads":
+            high = TILES[0][1] if size <= TILES[0][0] else WIDE
+            block, alone = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0
         longest = 0.0 if windowed else processors * high / heads
-        alone = PACKED_KEYS if kind == "prefill" else 1.0
-        return Least(1.0, high / 2 * spec.causal + PAGED_BLOCK - 2, 0.0, longest, alone)
-    part, high, block = 1.0, WIDE, LOW_TILE
+        of_queries = high / 2 * spec.causal + block - 2
+        return Least(1.0, of_queries, 0.0, longest, alone, kinds=("", *kinds))
+    part, high, block, kinds = 1.0, WIDE, LOW_TILE, ["windowed"] * windowed
     apart = max(1.0, 1 + APART / group - 1 / SHORT)  # whose fraction is cut
     if way == "cut":
         high, *keys = tile_of(size)
-        block, kinds = BEGIN * min(keys), ["windowed"] * windowed
+        block = BEGIN * min(keys)
         if size in ONE_GROUP and kind != "prefill":
             kinds += ["chunked"]
         if size in ONE_GROUP and low:
@@ -493,6 +503,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
+    "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 

@@ -328,11 +328,11 @@ class Predictor:
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
-        self.spec, models = spec, _with_mixed(tuple(models))
+        self.spec, models = spec, _with_mixed(tuple(m for m in models if not m.windowless))
         if spec.latent is not None:  # longer rows attend to keys that are made of latents
             models = tuple(model for model in models if model.kind in ABSORBED)
         slowest = max((model.host for model in models), default=0.0)
-        self.by_run = any(model.by_run for model in models)
+        self.by_run = any(model.by_run or model.deal == "runs" for model in models)
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
@@ -348,7 +348,7 @@ class Predictor:
                 model.deal,
                 1 + model.margin,
                 model.host or slowest,
-                model.by_run,
+                model.by_run or model.deal == "runs",
             )
 
     def _switched(self, model: TimingModel) -> dict[str, TimingModel]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from polyattn.selection.prediction import (
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
+from polyattn.spec.timing import WINDOWLESS, TimingModel, all_seen
 
 NO_ROWS = StepShape(0, 0, 0, 0, 0, 0, 0)
 UNKNOWN = Price(0.0, 0.0, 0.0)
@@ -93,6 +94,11 @@ class StepChoice:
         chosen: Mapping[str, str],
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
+        models, self._seen = tuple(models), all_seen(spec)
+        self._within: StepChoice | None = None  # of steps within the window
+        if within := [replace(m, windowless=False) for m in models if m.windowless]:
+            others = [m for m in models if m.backend not in WINDOWLESS]
+            self._within = StepChoice(spec, [*others, *within], phases, chosen)
         self.predictor = Predictor(spec, models)
         among, self._deals = self.predictor.among, self.predictor.deals["decode"]
         self._candidates = {kind: among(kind, phases[phase]) for phase, kind in KINDS_OF_CALLS}
@@ -113,6 +119,10 @@ class StepChoice:
 
         `longest`: the largest of `lens`, where it is known.
         """
+        if self._within is not None:
+            longest = int(np.max(lens, initial=0)) if longest is None else longest
+            if longest <= self._seen:
+                return self._within.decode(lens, longest)
         if not self._decodes_compete:
             return self.chosen["decode"]
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
@@ -121,6 +131,8 @@ class StepChoice:
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+        if self._within is not None and n.max(initial=0) <= self._seen:
+            return self._within.calls(q, n)
         kind = kind_of_step(q, n)
         if kind == "mixed":
             return self._mixed(q, n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -39,13 +40,13 @@ from polyattn_triton.exact import Exact, ExactPlan
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.hopper.packing import packed_constants, packed_site, word_bytes
-from polyattn_triton.kernels.choice import chosen_pages_kernel
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.turned import turn_kernel
 from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, in_units, load, power
 from polyattn_triton.merging import Merger
-from polyattn_triton.plan import AttentionPlan
+from polyattn_triton.paging import write_pages
+from polyattn_triton.plan import AttentionPlan, StepPlan
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
@@ -62,24 +63,10 @@ Strides = tuple[int, ...]
 
 UNCUT_KEYS = 512
 """Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
-FEW_IDS = 64
-"""Ids of a choice up to which one warp names their pages."""
 
-_pages = Launcher(chosen_pages_kernel)
 _turn = Launcher(turn_kernel)
 TURNED_ROWS, TURNED_PART = 16, 32
 """Rows that a program turns, and how many columns of them at once."""
-
-
-def pages_constants(chosen: ChosenPages) -> tuple[Any, ...]:
-    """Return `chosen_pages_kernel`'s constants, in its order."""
-    sparse, ids = chosen.spec.sparse, chosen.choice
-    assert sparse is not None
-    return (
-        len(chosen.heads), ids.shape[1], int(triton.next_power_of_2(ids.shape[2])),
-        sparse.granularity, sparse.tokens_per_entry, chosen.block_size, chosen.page_size,
-        chosen.spec.causal, sparse.physical, chosen.batch.all_decode,
-    )  # fmt: skip
 
 
 class TritonAttention(AlikeAttention):
@@ -116,6 +103,11 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
+        if self.all_seen and reuse is None and batch.max_seq_len <= self.all_seen:
+            plan = self.windowless.plan(batch)
+            assert isinstance(plan, StepPlan)
+            plan.windowless = True
+            return plan
         if self.exact is not None:
             return self.exact.plan(self.spec_of(batch), batch)
         if self.spec.batch_invariant:
@@ -130,35 +122,30 @@ class TritonAttention(AlikeAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
+    @cached_property
+    def windowless(self) -> TritonAttention:
+        """The layer without its window and chunks, for steps in which they hide nothing."""
+        spec = self.spec.replace(sliding_window=None, sink_tokens=0, chunk_size=None)
+        other = type(self)(spec, self.cache, self.device)
+        other.spaces, other.workspace = self.spaces, self.workspace
+        return other
+
+    def _planner(self, plan: Plan) -> TritonAttention:
+        """Return what a plan is of: this layer, or `windowless`."""
+        return self.windowless if isinstance(plan, StepPlan) and plan.windowless else self
+
     def page(self, chosen: ChosenPages) -> bool:
-        table = chosen.batch.block_table
-        assert table is not None
-        if not table.shape[1]:
-            return False
-        if len(chosen.choice):
-            table = table if table.stride(1) == 1 else table.contiguous()
-            ids, batch = chosen.choice, chosen.batch
-            _pages(
-                (len(ids), len(chosen.heads), 1),
-                (ids, table, batch.query_start_loc, batch.seq_lens, chosen.heads, chosen.table,
-                 chosen.lens),
-                (),
-                chosen.steps,
-                (table.stride(0), chosen.first, batch.num_seqs, ids.shape[2], chosen.table.stride(0),
-                 table.shape[1]),
-                pages_constants(chosen),
-                {"num_warps": 1 if ids.shape[2] <= FEW_IDS else 4},
-            )  # fmt: skip
-        return True
+        return write_pages(chosen)
 
     def reads(self, plan: Plan, batch: Batch) -> Reads | None:
         if isinstance(plan, ExactPlan):
             return None
+        planner = self._planner(plan)
         if isinstance(plan, PrefixPlan):
-            assert self.prefixes is not None
-            return prefix_reads(self.prefixes, plan, batch)
+            assert planner.prefixes is not None
+            return prefix_reads(planner.prefixes, plan, batch)
         assert isinstance(plan, AttentionPlan)
-        return in_turn([reads_of(self, launch, batch) for launch in (plan, *plan.others)])
+        return in_turn([reads_of(planner, launch, batch) for launch in (plan, *plan.others)])
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
@@ -194,6 +181,9 @@ class TritonAttention(AlikeAttention):
         if isinstance(plan, ExactPlan):
             assert self.exact is not None
             self.exact.run(self.spec_of(plan.batch), plan, frame)
+            return
+        if self.all_seen and (planner := self._planner(plan)) is not self:
+            planner.run(plan, frame)
             return
         of_key, of_value = self._turned_rows
         if of_key is not None:
@@ -354,6 +344,8 @@ class TritonAttention(AlikeAttention):
 
         Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
         """
+        if self.all_seen and (planner := self._planner(plan)) is not self:
+            return planner.addressed(plan, strides)
         spec = self.spec
         if spec.batch_invariant:  # its tiles may be of several launches
             return None
@@ -379,6 +371,8 @@ class TritonAttention(AlikeAttention):
 
     def addressed_pages(self, plan: Plan, strides: PageStrides) -> Addressed | None:
         """Return the decode over pages of these strides: its launch, and its merge's."""
+        if self.all_seen and (planner := self._planner(plan)) is not self:
+            return planner.addressed_pages(plan, strides)
         spec = self.spec
         if spec.batch_invariant:
             return None

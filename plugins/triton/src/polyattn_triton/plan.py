@@ -12,7 +12,17 @@ from polyattn_triton.hopper.widening import Widening
 from polyattn_triton.launch import Kept, Merge
 
 
-class AttentionPlan(Plan):
+class StepPlan(Plan):
+    """One step of TRITON_ATTN. `windowless`: of the layer without its window, which hides nothing."""
+
+    __slots__ = ("windowless",)
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.windowless = False
+
+
+class AttentionPlan(StepPlan):
     """One step: the way it runs, and what its launches have in common.
 
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merging`: what a second kernel is to

@@ -90,6 +90,18 @@ Hopper's own, whole tiles took 20 us and 1.6 for each of the fullest program's, 
 Of 201 by the portable one, whole tiles took 0.73 of the time."""
 
 
+def all_seen(spec: LayerSpec) -> int:
+    """Return up to how many keys of each sequence a window and chunks hide none.
+
+    0: they stay anyway. What is captured, or planned by bounds, runs for other lengths, too; other
+    kernels may round otherwise, where no step may change a bit; a layer's functions are compiled before
+    the first step.
+    """
+    widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
+    stay = spec.graph_capture or spec.length_bounds or spec.batch_invariant
+    return 0 if stay or spec.variant or spec.mask or not widths else min(widths)
+
+
 def chip_of(places: int, heads: int, packed: bool) -> Chip:
     """Return what programs run on; `packed`: of one warp, whose many splits are merged at once."""
     return Chip(places, heads, PLACES, wide=WIDE_PARTS) if packed else Chip(places, heads)
@@ -135,6 +147,7 @@ class PlannedAttention(AttentionBackend):
         merge = self.rates.merge if asked is None else 0
         self.decode_rates = Rates(RATES.item, max(RATES.least, least), merge)
         self.chip = chip_of(self.places, spec.num_kv_heads, self.in_rows)
+        self.all_seen = all_seen(spec)
         self.on_one = 0  # a tuner's override of the plan
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = 0 if self.in_rows else most_merged_by_one(spec, arch)
@@ -248,7 +261,7 @@ class PlannedAttention(AttentionBackend):
         if self.packed is None or self.in_rows or bound or not self.least_split:
             return False
         heads, least = self.spec.num_kv_heads, LONG * self.packed.block_n * self.num_sms
-        total, longest = int(batch.host_lens.sum()), int(batch.host_lens.max(initial=0))
+        total, longest = int(batch.host_lens.sum()), batch.max_seq_len
         few = batch.num_seqs * heads <= self.num_sms or longest * batch.num_seqs > EVEN * total
         return few and longest > LONG_KEYS and total * heads >= least
 

@@ -22,6 +22,7 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
+from polyattn_triton.plan import StepPlan
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,
@@ -41,7 +42,7 @@ from polyattn_triton.variants import (
 )
 
 
-class PrefixPlan(Plan):
+class PrefixPlan(StepPlan):
     """One step of decodes over shared keys: its grid, its work and where in it what lies.
 
     `several`: some rows have several tokens.

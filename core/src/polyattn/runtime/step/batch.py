@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host
+from polyattn.runtime.step.integers import LARGEST, Integers, integers, largest, on_host
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -308,12 +308,12 @@ class Batch:
     @cached_property
     def max_query_len(self) -> int:
         """The longest query."""
-        return int(self.host_query_lens.max(initial=0))
+        return largest(self.host_query_lens)
 
     @cached_property
     def max_seq_len(self) -> int:
         """The longest sequence."""
-        return int(self.host_lens.max(initial=0))
+        return largest(self.host_lens)
 
     @cached_property
     def all_decode(self) -> bool:
