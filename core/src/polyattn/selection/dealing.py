@@ -443,8 +443,8 @@ class Least(NamedTuple):
     """What a way's counts are at the least, of what a step has.
 
     Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
-    of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a step's
-    runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
+    of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
     """
 
     pairs: float = 1.0
