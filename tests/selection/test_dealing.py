@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from polyattn import LatentSpec, LayerSpec
-from polyattn.selection.dealing import BEGIN, LEAST, LIGHT_BEGIN, deal, deals_of
+from polyattn.selection.dealing import BEGIN, LIGHT_BEGIN, SWITCHES, deal, deals_of
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
 from polyattn.spec.timing import DEALS, TERMS, TimingModel
 
@@ -323,29 +323,65 @@ def test_a_kernel_has_one_models_coefficients_in_all_kinds_of_steps(way: str) ->
 
 
 DRAWN = {"short": (2, 16), "prefill": (17, 900), "chunked": (17, 900)}
+CAPPED = LayerSpec(num_heads=16, num_kv_heads=8, head_size=256, logit_soft_cap=50.0)
+BOUNDED = [
+    DENSE, DENSE.replace(sliding_window=300), DENSE.replace(kv_cache_dtype="float8_e4m3fn"),
+    DENSE.replace(causal=False), NARROW, NARROW.replace(num_kv_heads=6, sliding_window=300),
+    CAPPED, CAPPED.replace(num_heads=32, sliding_window=300), mla(16), mla(128),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "spec", [DENSE, DENSE.replace(sliding_window=300), NARROW, mla(16), mla(128)]
-)
+def floors(spec: LayerSpec, kind: str, way: str) -> Predictor:
+    """Backends whose times are pairs alone, tokens alone, and both; other kernels cost half of it."""
+    weights: Any = {"P": (0, 0, 0, 0, 1e-6, 0), "T": (0, 0, 0, 0, 0, 1e-3), "B": (9, 1, 1, 1, 1, 1)}
+    return Predictor(
+        spec,
+        [
+            TimingModel(
+                name + str(overlap), of, tuple(w * (1 if of == kind else 0.5) for w in some),
+                overlap, deal=way, processors=PROCESSORS,
+            )
+            for of in {kind, *SWITCHES.get(way, ())}
+            for name, some in weights.items()
+            for overlap in (False, True)
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", BOUNDED)
 def test_bounds_of_a_step_hold(spec: LayerSpec) -> None:
-    """What a way's pairs are at the least, and at the most, and what they are of a step's own."""
+    """What a way's pairs are at the least, and at the most, and what its time is at the least."""
     kinds = {"decode": (1, 1), "short": (2, 16)} if spec.latent else DRAWN
     for kind, queries in kinds.items():
-        ways, apart = dict.fromkeys(deals_of(spec, kind), PROCESSORS), 0
-        for rows in steps(11, 40, queries):
-            q, n = zip(*rows, strict=True)
-            shape = shape_of_step(spec, q, q if kind == "prefill" else n, deals=ways)
-            for way in ways:
+        apart = 0
+        for way in deals_of(spec, kind):
+            predictor = floors(spec, kind, way)
+            among = predictor.among(kind, ["PFalse", "PTrue", "TFalse", "BFalse", "BTrue"])
+            for rows in steps(11, 40, queries):
+                if kind != "short" and random.Random(len(rows)).random() < 0.5:
+                    rows = [(q + i % 7, n + i % 7) for i, (q, n) in enumerate(rows)]
+                q, n = zip(*rows, strict=True)
+                shape = predictor.shape(kind, q, q if kind == "prefill" else n)
                 low, high = shape.dealt.between(way)
                 exact = shape.dealt[way]
                 assert low.pairs <= exact.pairs <= high.pairs
-                assert exact.pairs >= int(shape.pairs * LEAST[kind].get(way, 1.0))
-                assert exact.queries >= shape.queries and exact._replace(pairs=0) == low._replace(
-                    pairs=0
-                )
+                assert exact.queries >= shape.queries
+                assert exact._replace(pairs=0) == low._replace(pairs=0)
+                for weighed in among:
+                    assert weighed.floor(shape) <= weighed.us(shape)
                 apart += low.pairs < high.pairs
         assert spec.latent or apart
+
+
+@pytest.mark.parametrize("spec", [DENSE, NARROW, DENSE.replace(sliding_window=300)])
+def test_single_tokens_beside_chunks_keep_to_bounds(spec: LayerSpec) -> None:
+    for way in deals_of(spec, "chunked"):
+        predictor = floors(spec, "chunked", way)
+        for rows in steps(3, 20, (17, 900)):
+            q, n = zip(*rows, *[(1, 50 * i) for i in range(1, len(rows) % 9)], strict=True)
+            shape = predictor.shape("mixed", q, n)
+            for weighed in predictor.among("mixed", ["PFalse", "TFalse", "BFalse", "BTrue"]):
+                assert weighed.floor(shape) <= weighed.us(shape)
 
 
 def test_who_is_the_fastest_is_known_from_bounds() -> None:
