@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ahead import compile_phase, launches
+from ahead import CPU, compile_phase, device_of, launches, recorded
 from machine_code import BYTES, code_of, read_unwritten, unwritten_in, waited_for
 from polyattn import LayerSpec
 
@@ -62,6 +62,38 @@ def test_heads_of_120_are_loaded_by_16_bytes(phase: str) -> None:
     spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=120)
     code = compile_phase(spec, "sm_90", phase).asm["ptx"]
     assert "cp.async.cg.shared.global" in code and "ld.global.b16" not in code
+
+
+@pytest.mark.parametrize("phase", ["write", "merge listed", "prefix merge"])
+def test_heads_of_120_are_stored_several_elements_at_once(phase: str) -> None:
+    spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=120)
+    code = compile_phase(spec, "sm_90", phase).asm["ptx"]
+    assert "st.global.v" in code and "st.global.b16" not in code
+
+
+@pytest.mark.parametrize("what", ["rotated", "merged"])
+def test_services_move_heads_of_120_several_elements_at_once(what: str) -> None:
+    import torch
+    from polyattn.kernel import KVCache, LayerParams, NewTokens, Rotation, StorePlan
+    from polyattn.selection.cache_format import format_of
+    from polyattn_triton.state_merge import TritonMerge
+    from polyattn_triton.store import TritonStore
+
+    spec, device = LayerSpec(num_heads=4, num_kv_heads=1, head_size=120), device_of("sm_90")
+    form = format_of(spec, device, "NHD", 16)
+    token, lse = torch.zeros(1, 4, 120, dtype=torch.bfloat16), torch.zeros(1, 4)
+    with recorded() as log:
+        if what == "merged":
+            TritonMerge(spec, None, device).run(token, lse, token, lse)
+        else:
+            turns = Rotation(torch.zeros(1, 120), None, "neox", 120)
+            cache, plan = KVCache.allocate(form, 1, CPU), StorePlan(torch.zeros(1).long())
+            new = NewTokens(token, token[:, :1], token[:, :1])
+            TritonStore(spec, form, device).run_rotated(
+                plan, turns, new, cache, LayerParams(), False
+            )
+    code = log[0].compiled("sm_90").asm["ptx"]
+    assert "st.global.v" in code and "st.global.b16" not in code and "ld.global.b16" not in code
 
 
 def test_no_step_of_a_decode_waits_for_blocks() -> None:

@@ -43,7 +43,7 @@ from polyattn_triton.hopper.packing import packed_constants, packed_site, word_b
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.turned import turn_kernel
-from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, in_units, load, power
+from polyattn_triton.launch import UNFUSED, Launcher, Site, compiling_only, load, power
 from polyattn_triton.merging import Merger
 from polyattn_triton.paging import write_pages
 from polyattn_triton.plan import AttentionPlan, StepPlan
@@ -581,11 +581,10 @@ def _site(
     """
     q, k, v, out = strides
     kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
-    ints, unit = in_units((*q[:2], *kept, *out[:2]))
     return Site(
         kernel,
-        ints,
-        (*constants, unit),
+        (*q[:2], *kept, *out[:2]),
+        constants,
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
         | ({} if fused else UNFUSED),
     )

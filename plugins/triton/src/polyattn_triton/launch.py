@@ -297,12 +297,16 @@ class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 
     Whoever holds one vouches for the tensors' dtypes and device: they are looked at on the first
-    call alone. Those kept come after the others.
+    call alone. Those kept come after the others. A kernel whose last constant is UNIT takes its integers,
+    which are strides, in units of so many elements (`in_units`).
     """
 
     def __init__(self, kernel: Any, ints: tuple[int, ...], constants: Key, options: dict[str, Any]):
         for function in (kernel, *constants):
             settle(function)
+        if getattr(kernel, "arg_names", ())[-1:] == ["UNIT"]:
+            ints, unit = in_units(ints)
+            constants = (*constants, unit)
         self.kernel, self.options = kernel, options
         self.ints, self.constants = ints, constants
         self.variants: dict[Any, Any] = {}

@@ -17,7 +17,6 @@ from polyattn_triton.launch import (
     Site,
     Workspace,
     fitting,
-    in_units,
     launches_early,
     power,
     to_device,
@@ -175,11 +174,10 @@ class PrefixLauncher:
                 NO_ROWS if read is None else read.constants(apart=False),
                 plan.several,
             )
-            ints, unit = in_units((*step.query.stride()[:2], *key[:3], *value[:3]))
             site = self._sites[which] = Site(
                 prefix_kernel,
-                ints,
-                (*constants, unit),
+                (*step.query.stride()[:2], *key[:3], *value[:3]),
+                constants,
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )
         scale, _, soft_cap = step.factors

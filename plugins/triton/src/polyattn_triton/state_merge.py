@@ -9,18 +9,21 @@ import triton.language as tl
 from polyattn.kernel import MergeBackend
 from torch import Tensor
 
+from polyattn_triton.kernels.tiles import in_elements
 from polyattn_triton.launch import Launcher
 
 HEADS_AT_ONCE = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_lse_t", "total_lse_h", "part_lse_t", "part_lse_h"])
 def state_merge_kernel(
     TOTAL, TOTAL_LSE, PART, PART_LSE,
-    total_t, total_h, total_lse_t, total_lse_h, part_t, part_h, part_lse_t, part_lse_h,
+    total_t, total_h, part_t, part_h, total_lse_t, total_lse_h, part_lse_t, part_lse_h,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Merge a part's heads of a token into the total. Grid: (tokens, heads / BLOCK_H)."""
+    total_t, total_h, part_t, part_h = in_elements((total_t, total_h, part_t, part_h), UNIT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.arange(0, BLOCK_D)
@@ -60,11 +63,8 @@ class TritonMerge(MergeBackend):
             (tokens, triton.cdiv(heads, HEADS_AT_ONCE), 1),
             (total, total_lse, part, part_lse),
             (),
-            (
-                total.stride(0), total.stride(1), total_lse.stride(0), total_lse.stride(1),
-                part.stride(0), part.stride(1), part_lse.stride(0), part_lse.stride(1),
-            ),
-            (),
+            (*total.stride()[:2], *part.stride()[:2]),
+            (*total_lse.stride(), *part_lse.stride()),
             (heads, size, HEADS_AT_ONCE, triton.next_power_of_2(size)),
             {"num_warps": 4},
-        )  # fmt: skip
+        )

@@ -27,6 +27,7 @@ from polyattn_triton.kernels.four_bit_store import store_four_bits
 from polyattn_triton.kernels.rotated_store import rotate_and_store
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
 from polyattn_triton.kernels.row_store import store_rows
+from polyattn_triton.kernels.tiles import in_elements
 from polyattn_triton.launch import Launcher, Site, launches_early
 from polyattn_triton.variants import SCALES
 
@@ -37,11 +38,13 @@ def write_kernel(
     key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
-    LATENT: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr,
+    LATENT: tl.constexpr, SCALES: tl.constexpr, EARLY: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values at its slot; a latent's value is its key's. Grid: (tokens,)."""
     if EARLY:  # scheduled while the kernel that makes the keys ran
         tl.extra.cuda.gdc_wait()
+    key_t, key_h, value_t, value_h = in_elements((key_t, key_h, value_t, value_h), UNIT)
+    k_b, k_t, k_h, v_b, v_t, v_h = in_elements((k_b, k_t, k_h, v_b, v_t, v_h), UNIT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token)
     if slot >= 0:

@@ -26,6 +26,7 @@ from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_s
 from polyattn_triton.kernels.tiles import (
     blocks_in_table,
     even_piece,
+    in_elements,
     keys_seen,
     load_cached_rows,
     load_held_rows,
@@ -301,9 +302,8 @@ def decode_kernel(
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
-    q_t, q_h, o_t, o_h = q_t * UNIT, q_h * UNIT, o_t * UNIT, o_h * UNIT
-    k_b, k_t, k_h = k_b * UNIT, k_t * UNIT, k_h * UNIT
-    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
+    q_t, q_h, o_t, o_h = in_elements((q_t, q_h, o_t, o_h), UNIT)
+    k_b, k_t, k_h, v_b, v_t, v_h = in_elements((k_b, k_t, k_h, v_b, v_t, v_h), UNIT)
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)

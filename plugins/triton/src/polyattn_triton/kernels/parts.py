@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.softmax import finish, value_scale
-from polyattn_triton.kernels.tiles import my_stretch, part_at, store_tile, tile_of
+from polyattn_triton.kernels.tiles import in_elements, my_stretch, part_at, store_tile, tile_of
 
 
 @triton.jit
@@ -141,6 +141,7 @@ def merge_kernel(
     HEIGHT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr,
     TILED: tl.constexpr, BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr, SCALES: tl.constexpr, SUMMED: tl.constexpr, ALIKE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
@@ -154,6 +155,7 @@ def merge_kernel(
     """
     if EARLY and ALIKE:  # the merge of the next class may be scheduled, too
         tl.extra.cuda.gdc_launch_dependents()
+    o_t, o_h = in_elements((o_t, o_h), UNIT)
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)

@@ -27,6 +27,7 @@ from polyattn_triton.kernels.tile_lists import list_of
 from polyattn_triton.kernels.tiles import (
     blocks_of,
     floored,
+    in_elements,
     keys_seen,
     load_cached_rows,
     load_rows,
@@ -336,9 +337,8 @@ def prefill_kernel(
     bits follow from no other row: an uncut tile's are rounded as if it were merged, too. `UNIT`: elements
     that the strides count in (`in_units`).
     """
-    q_t, q_h, o_t, o_h = q_t * UNIT, q_h * UNIT, o_t * UNIT, o_h * UNIT
-    k_b, k_t, k_h = k_b * UNIT, k_t * UNIT, k_h * UNIT
-    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
+    q_t, q_h, o_t, o_h = in_elements((q_t, q_h, o_t, o_h), UNIT)
+    k_b, k_t, k_h, v_b, v_t, v_h = in_elements((k_b, k_t, k_h, v_b, v_t, v_h), UNIT)
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)

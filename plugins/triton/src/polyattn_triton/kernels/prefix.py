@@ -13,7 +13,13 @@ import triton.language as tl
 from polyattn_triton.kernels.decode import power_below
 from polyattn_triton.kernels.parts import store_part
 from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
-from polyattn_triton.kernels.tiles import blocks_in_table, load_cached_rows, load_rows, load_tile
+from polyattn_triton.kernels.tiles import (
+    blocks_in_table,
+    in_elements,
+    load_cached_rows,
+    load_rows,
+    load_tile,
+)
 from polyattn_triton.prefix_schedule import PIECE
 
 FIELDS = tl.constexpr(PIECE)
@@ -169,8 +175,8 @@ def prefix_kernel(
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
-    q_t, q_h, k_b, k_t, k_h = q_t * UNIT, q_h * UNIT, k_b * UNIT, k_t * UNIT, k_h * UNIT
-    v_b, v_t, v_h = v_b * UNIT, v_t * UNIT, v_h * UNIT
+    q_t, q_h = in_elements((q_t, q_h), UNIT)
+    k_b, k_t, k_h, v_b, v_t, v_h = in_elements((k_b, k_t, k_h, v_b, v_t, v_h), UNIT)
     kv_head = tl.program_id(1)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     mine = WORK + bounds + tl.program_id(0)
@@ -217,12 +223,13 @@ def merge_parts_kernel(
     v_scale, o_t, o_h, lse_t, parts, listed, part_rows,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a token's heads, in the order listed. Grid: (tokens, G / ROWS, KV heads).
 
     A token without parts, a padding row, gets output 0 and LSE -inf.
     """
+    o_t, o_h = in_elements((o_t, o_h), UNIT)
     token = tl.program_id(0)
     kv_head = tl.program_id(2)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

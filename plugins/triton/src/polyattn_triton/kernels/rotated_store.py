@@ -11,6 +11,7 @@ from polyattn.kernel import KVCache, LayerParams, NewTokens, Rotation, StorePlan
 from torch import Tensor
 
 from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
+from polyattn_triton.kernels.tiles import in_elements
 from polyattn_triton.launch import Launcher
 
 OVER = ("head", "token")
@@ -248,7 +249,7 @@ def rotate_store_kernel(
     VP: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr, NEOX: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, QUANTIZED: tl.constexpr,
     INTEGER: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, NORM: tl.constexpr,
-    DP: tl.constexpr,
+    DP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn a token's query heads, or norm, turn and store its keys and store its values.
 
@@ -256,6 +257,9 @@ def rotate_store_kernel(
     and `K_REST`. `NORM`: 0 for none, 1 of each head, 2 of the token's heads as one row. Grid: (tokens,
     tiles of query heads and then of KV heads).
     """
+    query_t, query_h, key_t, key_h = in_elements((query_t, query_h, key_t, key_h), UNIT)
+    value_t, value_h, k_b, k_t = in_elements((value_t, value_h, k_b, k_t), UNIT)
+    k_h, v_b, v_t, v_h = in_elements((k_h, v_b, v_t, v_h), UNIT)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (HEADS + Q_TILE - 1) // Q_TILE

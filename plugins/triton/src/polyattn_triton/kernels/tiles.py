@@ -7,6 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
+def in_elements(strides, UNIT: tl.constexpr):
+    """Strides in elements, of those that count in units of `UNIT` elements (`launch.in_units`)."""
+    elements = ()
+    for i in tl.static_range(len(strides)):
+        elements = elements + (strides[i] * UNIT,)  # noqa: RUF005
+    return elements
+
+
+@triton.jit
 def tile_at(i, skip_from, skip_by, SINK_TOKENS: tl.constexpr):
     """The `i`-th tile: with sink tokens those from `skip_from` on lie `skip_by` further."""
     tile = i
