@@ -86,10 +86,17 @@ def test_prompts_of_latents_go_to_whoever_is_the_fastest_at_such() -> None:
         step = workload(group, [(n, n) for n in queries])
         assert [call.name for call in step.plan.calls] == names
         step.check()
-    # What comes before a step's tokens stays with the selection's own.
+    # What comes before a step's tokens stays with the selection's own, unless it has times, too.
     step = workload(group, [(20, 40)])
     assert [call.name for call in step.plan.calls] == ["TORCH_SDPA", "NATIVE_ATTN"]
     step.check()
+    contexts = tuple(replace(m, kind="chunked") for m in times)
+    group = LayerGroup(replace(selection, timings=times + contexts))
+    group.finish_builds()
+    for keys, name in ((10, "TORCH_SDPA"), (900, "NATIVE_ATTN")):
+        step = workload(group, [(20, 20 + keys)])
+        assert [call.name for call in step.plan.calls] == ["TORCH_SDPA", name]
+        step.check()
     # Whose bits mustn't follow from the others' lengths has none to choose from.
     same = select(spec.replace(batch_invariant=True), "cpu")
     step = workload(LayerGroup(replace(same, timings=times)), [(20, 20)])

@@ -20,7 +20,7 @@ from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.kinds import ITEM_BYTES, AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import DEALS, KINDS, TERMS, TimingModel
+from polyattn.spec.timing import DEALS, KINDS, TERMS, WINDOWLESS, TimingModel, all_seen
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
@@ -139,6 +139,7 @@ class Timings:
 
         What is measured is attention over a cache, without functions and masks of a caller's. A layer
         of a class, or on a chip, that no table has is judged by the nearest class of the architecture.
+        Steps within a layer's window are of the class without one, to backends of `WINDOWLESS`.
         """
         if not _measurable(spec):
             return ()
@@ -146,7 +147,11 @@ class Timings:
         others = [] if exact else [t for t in self.tables if t.platform == device.platform]
         near = [table.near(spec, device) for table in others]
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
-        return exact or (models if far <= FARTHEST else ())
+        found = exact or (models if far <= FARTHEST else ())
+        if not (found and all_seen(spec)):
+            return found
+        plain = self.models(spec.replace(sliding_window=None, sink_tokens=0), device)
+        return (*found, *(replace(m, windowless=True) for m in plain if m.backend in WINDOWLESS))
 
     def notes(self, spec: LayerSpec, device: Device, models: tuple[TimingModel, ...]) -> list[str]:
         """Return what is ignored of the tables, or that none has such a layer, a line each.
@@ -197,6 +202,12 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
             "v_head_size": spec.v_head_size,
         }
     )
+
+
+def class_of_step(spec: LayerSpec, backend: str, longest: int) -> dict[str, Any]:
+    """Return the class whose model speaks of a backend's step of rows of up to so many keys."""
+    drops = backend in WINDOWLESS and longest <= all_seen(spec)
+    return layer_class(spec.replace(sliding_window=None, sink_tokens=0) if drops else spec)
 
 
 def in_words(layer: Mapping[str, Any]) -> str:

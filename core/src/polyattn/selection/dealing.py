@@ -13,6 +13,7 @@ short chunks, that decides. Each library cuts in its own way:
   rows a group's together, in pieces that two programs on each processor hold.
 - `whole`: as TRITON_ATTN does: uncut where that is the shorter, else in shares of one length; short
   rows in low tiles, unless these read much.
+- `runs`, `packed`: as torch calls dense kernels (`dealing_torch`).
 
 But for shares, each piece goes to the processor that is free first.
 """
@@ -22,14 +23,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from polyattn.selection.dealing_latents import Latents
+from polyattn.selection.dealing_torch import packed, runs
 from polyattn.selection.pieces import (
     BEGIN,
+    EACH,
     FULL,
     SLACK,
     UNCUT,
@@ -114,8 +117,7 @@ class Step:
     def __init__(
         self, spec: LayerSpec, queries: Ints, lens: Ints, seen: int | None, tokens: int, most: int
     ):
-        some = slice(None) if queries.all() else queries > 0
-        self.spec, self.queries, self.lens = spec, queries[some], lens[some]
+        self.spec, self.queries, self.lens = spec, queries, lens
         self.seen, self.tokens, self.most = seen, tokens, most
         self._tiles: dict[tuple[int, int, int, bool], tuple[Ints, Ints, Ints]] = {}
 
@@ -132,7 +134,7 @@ class Step:
     @cached_property
     def fresh(self) -> bool:
         """Whether each row sees only its own keys."""
-        return bool((self.queries == self.lens).all())
+        return bool(np.count_nonzero(self.queries == self.lens) == len(self.lens))
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""
@@ -146,14 +148,20 @@ class Step:
         Rows are in turn, of each the last tile first. `from_first`: blocks begin where a tile's window
         does, else where a cache's do.
         """
-        lens, area, form = self.lens, group * block, (group, high, block, from_first)
-        if form in self._tiles:
-            return self._tiles[form]
+        form = group, high, block, from_first and self.seen is not None
+        known = self._tiles.get(form)
+        if known is None:
+            known = self._tiles[form] = self._tile(*form)
+        return known
+
+    def _tile(self, group: int, high: int, block: int, from_first: bool) -> tuple[Ints, Ints, Ints]:
+        lens, area = self.lens, group * block
         if self.seen is None and self.most * group <= high:
             return np.ones_like(lens), np.arange(len(lens)), (lens + (block - 1)) // block
-        each, last = self.each(group, high), lens * group + (area - 1)
+        rows, last = self.queries * group, lens * group + (area - 1)
+        each = (rows + (high - 1)) // high
         ends = each.cumsum()
-        line = (last - self.queries * group + ends * high).repeat(each)
+        line = (last - rows + ends * high).repeat(each)
         line -= np.arange(0, len(line) * high, high)
         first, tops = ends - each, last // area
         blocks = line // area if self.spec.causal else tops.repeat(each)
@@ -166,16 +174,22 @@ class Step:
             else:
                 blocks -= hidden // area
             blocks = np.maximum(blocks, 1)
-        self._tiles[form] = each, first, blocks
         return each, first, blocks
+
+
+@cache
+def tile_of(head_size: int) -> tuple[int, int, int]:
+    """Return how many rows and keys FlashAttention-3's tiles have, and keys in a window."""
+    sizes = (sizes for top, *sizes in TILES if head_size <= top)
+    high, block, windowed = next(sizes, TILES[-1][1:])
+    return high, block, windowed
 
 
 def _cut(step: Step, processors: int) -> Counts:
     """Count as FlashAttention-3 does: rows in turn, of some heads at a time the most keys first."""
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
     near = step.seen
-    sizes = ((rows, *keys) for top, rows, *keys in TILES if spec.head_size <= top)
-    high, block, windowed = next(sizes, TILES[-1][1:])
+    high, block, windowed = tile_of(spec.head_size)
     if near is not None:
         block = windowed
     elif spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
@@ -190,8 +204,7 @@ def _cut(step: Step, processors: int) -> Counts:
     if merging:
         limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
         each_parts = (tops + (limit - 1)) // limit
-        if near is not None:
-            each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
         parts = largest(each_parts)
         tokens += PARTIAL * int(step.queries @ each_parts)
     costs, turns = blocks + BEGIN, heads
@@ -204,7 +217,7 @@ def _cut(step: Step, processors: int) -> Counts:
     else:
         at_once = _at_once(spec, longest * block)
         if at_once == heads:
-            each = np.ones_like(costs)
+            each = EACH
         elif at_once > 1:
             costs, each, turns = costs.repeat(at_once), each * at_once, heads // at_once
     ends, area = ended(costs, processors, turns, each), processors * high * block
@@ -301,8 +314,7 @@ def _whole(step: Step, processors: int) -> Counts:
         return _low(step, processors, min(LOW_TILE, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
     size, fresh = spec.head_size, step.fresh
-    plain = not (spec.logit_soft_cap or spec.learned_sinks)
-    own = size in HOPPER and plain and (size > HOPPER[0] or not (fresh or step.narrow))
+    own = size in HOPPER and _plain(spec) and (size > HOPPER[0] or not (fresh or step.narrow))
     own = own and (not step.narrow or _copied(step))
     block = WIDE if own and narrow else LOW_TILE
     units = step.tiles(group, WIDE, block)[2] + ITEM
@@ -328,8 +340,12 @@ def _whole(step: Step, processors: int) -> Counts:
         read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
-    ends = ended(units + begins, places, heads, np.ones_like(units) if own else None)
+    ends = ended(units + begins, places, heads, EACH if own else None)
     return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
+
+
+def _plain(spec: LayerSpec) -> bool:
+    return not (spec.logit_soft_cap or spec.learned_sinks)
 
 
 def _copied(step: Step) -> bool:
@@ -413,16 +429,83 @@ class Shares(NamedTuple):
         return -(-self.parts // AT_ONCE), rows
 
 
-HEADS: dict[str, Callable[[Step, int], Counts]] = {"cut": _cut, "heads": _apart, "whole": _whole}
+HEADS: dict[str, Callable[[Step, int], Counts]] = {
+    "cut": _cut,
+    "heads": _apart,
+    "whole": _whole,
+    "runs": runs,
+    "packed": packed,
+}
 """What counts a step over heads, by the name of the way."""
 
-LEAST = {"decode": {"even": 0.25}, "short": {"heads": 0.6, "whole": 0.1}}
-LEAST["prefill"] = LEAST["chunked"] = {"whole": 0.45, "heads": PACKED_KEYS}
-"""What a way's pairs are of a step's own at the least, by the kind of step; where none is, as many."""
+
+class Least(NamedTuple):
+    """What a way's counts are at the least, of what a step has.
+
+    Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
+    of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
+    """
+
+    pairs: float = 1.0
+    queries: float = 0.0
+    tiles: float = 0.0
+    longest: float = 0.0
+    alone: float = 1.0
+    merged: float = 1.0
+    items: float = 0.0
+    kinds: tuple[str, ...] = ("",)
+
+
+def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
+    """Return what a way's counts are at the least in steps of a kind.
+
+    A tile's blocks hold the keys of its last token, which sees half a tile's tokens more than the mean
+    one. A tile costs some blocks beside. Of low tiles and pages less is known.
+    """
+    if kind in ("decode", "short"):
+        pairs = {"even": 0.25, "heads": 0.6, "whole": 0.1}.get(way, 1.0)
+        return Least(pairs, kinds=("", *SWITCHES.get(way, ())))
+    size, group, heads = spec.head_size, spec.gqa_ratio, spec.num_heads
+    low, narrow = group * SHORT < LOW_TILE, spec.stored_dtype != spec.dtype
+    windowed = bool(spec.sliding_window or spec.chunk_size)
+    if way not in ("cut", "whole"):  # each head has tiles of its own
+        if way == "heads" and narrow:
+            return Least(PACKED_KEYS)
+        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*SWITCHES.get(way, ())]
+        if way == "heads":
+            high = TILES[0][1] if size <= TILES[0][0] else WIDE
+            block, alone = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0
+        longest = 0.0 if windowed else processors * high / heads
+        of_queries = high / 2 * spec.causal + block - 2
+        items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
+        return Least(1.0, of_queries, 0.0, longest, alone, items=items, kinds=("", *kinds))
+    part, high, block, kinds = 1.0, WIDE, LOW_TILE, ["windowed"] * windowed
+    apart = max(1.0, 1 + APART / group - 1 / SHORT)  # whose fraction is cut
+    if way == "cut":
+        high, *keys = tile_of(size)
+        block = BEGIN * min(keys)
+        if size in ONE_GROUP and kind != "prefill":
+            kinds += ["chunked"]
+        if size in ONE_GROUP and low:
+            high, kinds = LOW_TILE, [*kinds, "short"]
+    else:
+        kinds = ["prefill", "chunked"] if narrow else []
+        if low:
+            return Least(0.45, kinds=("", "low", "short", *kinds))
+        if size <= LOW_TILE:  # two programs share a processor
+            part = 0.5
+        if narrow or size not in HOPPER[1:] or not _plain(spec):
+            apart = 1.0
+    tiles = part * (block - 2) * high / heads / (2 if high > WIDE else 1)
+    of_queries = part * high / (2 * group) * spec.causal
+    return Least(part, of_queries, tiles, merged=apart, kinds=("", *kinds))
+
 
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
+    "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
 
@@ -446,6 +529,8 @@ def deal(
     tokens, most = sums or (total(queries), largest(queries))
     if spec.latent is not None:
         return Latents(spec.num_heads, queries, lens, tokens, most).deal
+    if np.count_nonzero(queries) < len(queries):
+        queries, lens = queries[queries > 0], lens[queries > 0]
     hides = seen < sys.maxsize and seen + 1 < largest(lens)
     step = Step(spec, queries, lens, seen if hides else None, tokens, most)
     return lambda name, processors: HEADS[name](step, processors)

@@ -93,21 +93,30 @@ def largest(numbers: Ints) -> int:
     return int(np.maximum.reduce(numbers))
 
 
+EACH: Ints = np.ones(1, np.int64)
+"""Each piece is a group."""
+
+
 def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = None) -> Ends:
     """Return when the last of some pieces ends that are dealt out so many times.
 
-    `groups`: pieces in turn of each group, which is dealt out as often before the next; None: all in one.
+    `groups`: pieces in turn of each group, which is dealt out as often before the next; or `EACH`; None:
+    all in one.
     """
     number, most = len(costs) * times, largest(costs)
     if number <= processors:
         return at(most)
-    every, least, rounds = total(costs) * times, -largest(-costs), -(-number // processors)
+    upto, least, rounds = costs.cumsum(), int(np.minimum.reduce(costs)), -(-number // processors)
     if most == least:
         return at(rounds * most)
     # As a piece begins, all are busy with what was dealt before: for its share of that at the most.
-    upto = costs.cumsum()
-    group = upto[-1] if groups is None else upto[groups.cumsum() - 1].repeat(groups)
-    last = largest(upto + group * (times - 1) + costs * (processors - 1)) / processors
+    before = upto + costs * (processors - 1)
+    if groups is None or groups is EACH:
+        before += (upto[-1] if groups is None else upto) * (times - 1)
+    else:
+        before += (upto[groups.cumsum() - 1] * (times - 1)).repeat(groups)
+    last = largest(before) / processors
+    every = int(upto[-1]) * times
     if number > min(ROUNDS * processors, MANY):
         late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
         half = int(late @ late) / (2 * total(late))  # of a piece that is met at a random time
@@ -115,6 +124,8 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     low, high = max(most, -(-every // processors), rounds * least), min(int(last), rounds * most)
 
     def deal_out() -> int:
+        if groups is EACH:
+            return _fullest(costs.repeat(times).tolist(), processors)
         dealt = costs.tolist()
         if groups is None:
             return _fullest(dealt * times, processors)
@@ -197,7 +208,7 @@ class Rows(NamedTuple):
         if pieces * times <= processors:
             return at(largest(share) + begin)
         costs = cut(share.repeat(each), last.repeat(each), parts.repeat(each)) + begin
-        return ended(costs, processors, times, np.ones_like(costs) if times > 1 else None)
+        return ended(costs, processors, times, EACH)
 
 
 def alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:

@@ -12,16 +12,16 @@ the longest row counts by its parts, and items by whether anything is merged.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import LEAST, SWITCHES, Dealer, deal
+from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, least
 from polyattn.selection.pieces import Counts
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
@@ -88,19 +88,19 @@ def shape_of_step(
     spec: LayerSpec,
     queries: Ints,
     lens: Ints,
-    count_runs: bool = True,
+    by_run: bool = True,
     deals: Mapping[str, int] = NO_DEALS,
 ) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys.
 
-    `count_runs`: else each row is one, where nobody launches by run. `deals`: as `NO_DEALS`.
+    `by_run`: whether anybody launches by run; else each row is one. `deals`: as `NO_DEALS`.
     """
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, 0, deals)
     tokens, most, seen = int(q.sum()), int(q.max()), _seen(spec, 0)
     runs = rows = len(q)
-    if count_runs and most > 1:
+    if by_run and most > 1:
         runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
     lens = n
     if seen < sys.maxsize:
@@ -123,8 +123,9 @@ def shape_of_step(
 class Dealt(Mapping[str, StepShape]):
     """A step's shape as each way of dealing keys out makes it, dealt when it is asked for."""
 
-    def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Dealer):
-        self._shape, self._deals, self._dealer = shape, deals, dealer
+    def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Callable[[], Dealer]):
+        self._shape, self._deals, self._begin = shape, deals, dealer
+        self._dealer: Dealer | None = None
         self._known: dict[str, Counts] = {}
 
     def __getitem__(self, name: str) -> StepShape:
@@ -132,12 +133,14 @@ class Dealt(Mapping[str, StepShape]):
 
     def between(self, name: str, exact: bool = False) -> tuple[StepShape, StepShape]:
         """Return two shapes whose times bound the exact one's. They cost little."""
-        counts = self._known.get(name) or self._dealer(name, self._deals[name])
+        counts = self._known.get(name)
+        if counts is None:
+            self._dealer = self._dealer or self._begin()
+            counts = self._dealer(name, self._deals[name])
         self._known[name] = counts = counts.exact() if exact else counts
-        _, _, keys, _, _, tiles, runs, *_ = self._shape
-        rows, queries, longest, pairs, *_, kind = counts
-        low = StepShape(rows, queries, keys, longest, pairs, tiles, runs, {}, kind)
-        return low, low._replace(pairs=counts.most) if counts.deal_out else low
+        step, rows, queries, longest, pairs, most, deal_out, kind = self._shape, *counts
+        low = StepShape(rows, queries, step.keys, longest, pairs, step.tiles, step.runs, {}, kind)
+        return low, low._replace(pairs=most) if deal_out else low
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._deals)
@@ -155,9 +158,13 @@ def _dealt(
     deals: Mapping[str, int],
 ) -> StepShape:
     """Add the shapes that ways of dealing keys out make of a step. `most`: tokens of a row."""
-    sums = (shape.queries, most)
-    plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
-    dealer = deal(spec, queries, lens, _seen(spec, 0), sums) if shape.keys else lambda *_: plain
+
+    def dealer() -> Dealer:
+        if shape.keys:
+            return deal(spec, queries, lens, _seen(spec, 0), (shape.queries, most))
+        plain = Counts(shape.rows, shape.queries, shape.longest, shape.pairs, shape.pairs)
+        return lambda *_: plain
+
     return StepShape(*shape[:7], Dealt(shape, deals, dealer))
 
 
@@ -203,17 +210,25 @@ def timer(weights: Sequence[float], form: Form) -> Callable[[StepShape], float]:
     return us
 
 
-def floor(weights: Sequence[float], form: Form, full: float) -> Callable[[StepShape], float]:
+def floor(weights: Sequence[float], form: Form, fewest: Least) -> Callable[[StepShape], float]:
     """Return a function for what a call's microseconds exceed, whatever way its keys are dealt out.
 
-    `full`: what that way's pairs are of a step's own at the least.
+    `fewest`: that way's counts at the least.
     """
-    launch, _, byte, _, product, token = weights
+    launch, item, byte, _, product, token = weights
+    of_pairs, of_queries, of_tiles, of_longest, alone, merged, items, _ = fewest
+    overlap, _, by_run, _ = form
+    token, item = token * merged, item * items + (launch if by_run else 0.0)
+    launch = 0.0 if by_run else launch
 
     def us(shape: StepShape) -> float:
-        b, c = byte * shape.keys, product * full * shape.pairs
-        busy = (b if b > c else c) if form.overlap else b + c
-        return (launch * shape.runs if form.by_run else launch) + token * shape.queries + busy
+        rows, queries, keys, longest, pairs, tiles, runs, _, _ = shape
+        least = max(
+            of_pairs * pairs + of_queries * queries + of_tiles * tiles, of_longest * longest
+        )
+        b, c = byte * keys, product * (alone * least if rows == 1 else least)
+        busy = (b if b > c else c) if overlap else b + c
+        return launch + item * runs + token * queries + busy
 
     return us
 
@@ -237,9 +252,23 @@ def _by_kind(timers: Mapping[str, Callable[[StepShape], float]]) -> Callable[[St
     return own if len(timers) == 1 else lambda shape: timers.get(shape.kind, own)(shape)
 
 
-def _least(floors: Sequence[Callable[[StepShape], float]]) -> Callable[[StepShape], float]:
-    """Return what gives the least of some functions."""
-    return floors[0] if len(floors) == 1 else lambda shape: min(us(shape) for us in floors)
+def _floor(
+    spec: LayerSpec, model: TimingModel, weights: Mapping[str, tuple[Sequence[float], Form]]
+) -> Callable[[StepShape], float]:
+    """Return what a model's times exceed. `weights`: of its kernels, by the kinds of steps."""
+
+    def of(kind: str) -> Callable[[StepShape], float]:
+        fewest = least(spec, kind, model.deal, model.processors)
+        of_kinds = [floor(*weights.get(kind, weights[""]), fewest) for kind in fewest.kinds]
+        if len(of_kinds) == 1:
+            return of_kinds[0]
+        return lambda shape: min([us(shape) for us in of_kinds])
+
+    usual, short = of(model.kind), of("short")
+    if model.kind not in ("prefill", "chunked"):
+        return usual
+    # Prompts may be as short as short rows are.
+    return lambda shape: (short if shape.queries <= LONGEST_SHORT * shape.rows else usual)(shape)
 
 
 class Weighed(NamedTuple):
@@ -261,6 +290,10 @@ class Weighed(NamedTuple):
     def us(self, shape: StepShape) -> float:
         """Return the microseconds on the device."""
         return self.timer(shape.dealt[self.deal] if self.deal else shape)
+
+    def least(self, shape: StepShape) -> float:
+        """Return what the microseconds on the device are at the least, however keys are dealt out."""
+        return (self.floor if self.deal else self.timer)(shape)
 
     def host_us(self, shape: StepShape) -> float:
         """Return the host's microseconds."""
@@ -296,16 +329,15 @@ class Predictor:
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
-        self.spec, models = spec, _with_mixed(tuple(models))
+        self.spec, models = spec, _with_mixed(tuple(m for m in models if not m.windowless))
         if spec.latent is not None:  # longer rows attend to keys that are made of latents
             models = tuple(model for model in models if model.kind in ABSORBED)
         slowest = max((model.host for model in models), default=0.0)
-        self.by_run = any(model.by_run for model in models)
+        self.by_run = any(model.by_run or model.deal == "runs" for model in models)
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            full = LEAST.get(model.kind, {}).get(model.deal, 1.0)
             if model.deal:
                 self.deals[model.kind][model.deal] = model.processors
             made = {"": model} | self._switched(model)
@@ -313,11 +345,11 @@ class Predictor:
             self._weighed[model.kind][model.backend] = Weighed(
                 model.backend,
                 _by_kind({kind: timer(*some) for kind, some in weights.items()}),
-                _least([floor(*some, full) for some in weights.values()]),
+                _floor(spec, model, weights),
                 model.deal,
                 1 + model.margin,
                 model.host or slowest,
-                model.by_run,
+                model.by_run or model.deal == "runs",
             )
 
     def _switched(self, model: TimingModel) -> dict[str, TimingModel]:
@@ -355,41 +387,22 @@ class Predictor:
             for w in candidates
         }
 
-    @classmethod
-    def contending(cls, candidates: Sequence[Weighed], shape: StepShape) -> dict[str, Price]:
-        """Return prices of candidates that are the faster on the device or the host than each other one.
-
-        Keys are dealt out as far as it takes to know.
-        """
-        lows = [(w.floor if w.deal else w.timer)(shape) * w.factor for w in candidates]
-        prices: dict[str, Price] = {}
-
-        def beaten(low: float, host: float) -> bool:
-            return any(p.compared <= low and p.host <= host for p in prices.values())
-
-        for low, weighed in sorted(zip(lows, candidates, strict=True), key=itemgetter(0)):
-            host, deal = weighed.host_us(shape), weighed.deal
-            if beaten(low, host):
-                continue
-            if deal and beaten(weighed.timer(shape.dealt.between(deal)[0]) * weighed.factor, host):
-                continue
-            us = weighed.us(shape)
-            prices[weighed.name] = Price(us, us * weighed.factor, host)
-        return prices
-
     @staticmethod
     def fastest(
-        candidates: Sequence[Weighed], shape: StepShape, least: float = float("inf")
+        candidates: Sequence[Weighed],
+        shape: StepShape,
+        least: float = math.inf,
+        total: Callable[[float, float], float] = max,
     ) -> str:
-        """Return whose time is the least, margins and hosts counted; "" where none is below `least`.
+        """Return whose time is the least, margins counted; "" where none is below `least`.
 
-        Keys are dealt out as far as it takes to know.
+        Keys are dealt out as far as it takes to know. `total`: what a step takes for the device's and
+        the host's microseconds of the call.
         """
-        times = [(least, -1, least)]  # at the least, whose, at the most
+        times = [(least, -1, least)] if least < math.inf else []  # at the least, whose, at the most
         for index, weighed in enumerate(candidates):
-            us = (weighed.floor if weighed.deal else weighed.timer)(shape) * weighed.factor
-            us = max(us, weighed.host_us(shape))
-            times.append((us, index, float("inf") if weighed.deal else us))
+            us = total(weighed.least(shape) * weighed.factor, weighed.host_us(shape))
+            times.append((us, index, math.inf if weighed.deal else us))
         while True:
             times.sort()
             (_, index, high), *others = times
@@ -397,10 +410,10 @@ class Predictor:
                 return candidates[index].name if index >= 0 else ""
             weighed, dealt = candidates[index], shape.dealt
             way, factor, host = weighed.deal, weighed.factor, weighed.host_us(shape)
-            below, above = dealt.between(way) if high == float("inf") else (dealt[way],) * 2
-            low = high = max(weighed.timer(below) * factor, host)
+            below, above = dealt.between(way) if high == math.inf else (dealt[way],) * 2
+            low = high = total(weighed.timer(below) * factor, host)
             if above is not below:
-                high = max(weighed.timer(above) * factor, host)
+                high = total(weighed.timer(above) * factor, host)
             times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
@@ -423,4 +436,4 @@ def kind_of_step(queries: Ints, lens: Ints) -> str:
         return "short"
     if q.min() <= 1:
         return "mixed"
-    return "prefill" if (q == lens).all() else "chunked"
+    return "prefill" if np.count_nonzero(q == lens) == len(q) else "chunked"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.prediction import (
+    Array,
     Ints,
     Predictor,
     Price,
@@ -21,12 +23,15 @@ from polyattn.selection.prediction import (
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
+from polyattn.spec.timing import WINDOWLESS, TimingModel, all_seen
 
+NO_ROWS = StepShape(0, 0, 0, 0, 0, 0, 0)
 UNKNOWN = Price(0.0, 0.0, 0.0)
 APART = 1.15
 """What each of two calls costs the host over a call that has the whole step, which needs no views of its
 rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
+KINDS_OF_CALLS = ("decode", "decode"), ("prefill", "prefill"), ("prefill", "chunked")
+"""Phases, and kinds of their calls of which a mixed step has two."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 
@@ -34,8 +39,7 @@ class CallChoice(NamedTuple):
     """One call of a step: its rows, its phase, its backend, and each candidate's prediction.
 
     `candidates` have a model for this `kind` of call; if the selection's own choice has none, it stays.
-    `name`: the backend, empty before it is chosen.
-    `others`: the microseconds of the step's other call, the device's and the host's.
+    `name`: the backend, empty before it is chosen. `other`: the step's other call, if it has two.
     """
 
     phase: str
@@ -44,7 +48,7 @@ class CallChoice(NamedTuple):
     shape: StepShape
     candidates: Sequence[Weighed]
     name: str = ""
-    others: tuple[float, float] | None = None
+    other: CallChoice | None = None
 
     @property
     def times(self) -> dict[str, float]:
@@ -52,14 +56,27 @@ class CallChoice(NamedTuple):
         return Predictor.evaluate(self.candidates, self.shape)
 
     @property
+    def price(self) -> Price:
+        """The price with the call's backend."""
+        own = [weighed for weighed in self.candidates if weighed.name == self.name]
+        return Predictor.prices(own, self.shape).get(self.name, UNKNOWN)
+
+    @property
     def prices(self) -> dict[str, float]:
-        """The step's microseconds with each candidate: what the slower of device and host takes."""
-        us, host = self.others or (0.0, 0.0)
-        apart = APART if self.others else 1.0
-        return {
-            name: max(us + price.us, host + apart * price.host)
-            for name, price in Predictor.prices(self.candidates, self.shape).items()
-        }
+        """The step's microseconds with each candidate."""
+        prices = Predictor.prices(self.candidates, self.shape)
+        if self.other is None:
+            return {name: max(price.us, price.host) for name, price in prices.items()}
+        other = self.other.price
+        return {name: together(other, price.us, price.host) for name, price in prices.items()}
+
+
+def together(price: Price, us: float, host: float, compared: bool = False) -> float:
+    """Return the microseconds of a step of two calls: what the slower of device and host takes.
+
+    The device's times add up, and so do the host's, `APART` counted. `compared`: with margins.
+    """
+    return max((price.compared if compared else price.us) + us, APART * price.host + APART * host)
 
 
 class StepChoice:
@@ -77,122 +94,174 @@ class StepChoice:
         chosen: Mapping[str, str],
     ):
         self.spec, self.phases, self.chosen = spec, phases, chosen
+        models, self._seen = tuple(models), all_seen(spec)
+        self._within: StepChoice | None = None  # of steps within the window
+        if within := [replace(m, windowless=False) for m in models if m.windowless]:
+            others = [m for m in models if m.backend not in WINDOWLESS]
+            self._within = StepChoice(spec, [*others, *within], phases, chosen)
         self.predictor = Predictor(spec, models)
-        self._deals = self.predictor.deals["decode"]
-        decode, prefill = phases["decode"], phases["prefill"]
-        # A backend named for one phase keeps it: one call for all needs one that may serve both.
-        self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
+        among, self._deals = self.predictor.among, self.predictor.deals["decode"]
+        self._candidates = {kind: among(kind, phases[phase]) for phase, kind in KINDS_OF_CALLS}
+        self._takers: dict[int, tuple[str, list[str], list[Weighed]]] = {}
         # Decodes are most steps of an engine, and the same few may run each of them.
-        self._decoding = self.predictor.among("decode", decode)
-        if chosen.get("decode") not in [weighed.name for weighed in self._decoding]:
-            self._decoding = []  # without its own time the selection's choice stays
+        self._decoding = self._call("decode", "decode", ALL, NO_ROWS)
         if spec.graph_capture:  # replayed, they cost the host nothing
-            self._decoding = self.predictor.captured(self._decoding)
+            captured = self.predictor.captured(self._decoding.candidates)
+            self._decoding = self._decoding._replace(candidates=captured)
+        self._decodes_compete = self._knows(self._decoding) and len(self._decoding.candidates) > 1
+        # A backend named for one phase keeps it: one call for all needs one that may serve both.
+        mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
+        self._mixing = among("mixed", mixing)
+        self._host_of_two = self._least_host()
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of that many keys. A few microseconds.
 
         `longest`: the largest of `lens`, where it is known.
         """
-        if len(self._decoding) < 2:
-            return self._decoding[0].name if self._decoding else self.chosen["decode"]
-        return self.predictor.fastest(
-            self._decoding, shape_of_decodes(self.spec, lens, longest, self._deals)
-        )
+        if self._within is not None:
+            longest = int(np.max(lens, initial=0)) if longest is None else longest
+            if longest <= self._seen:
+                return self._within.decode(lens, longest)
+        if not self._decodes_compete:
+            return self.chosen["decode"]
+        shape = shape_of_decodes(self.spec, lens, longest, self._deals)
+        return self.predictor.fastest(self._decoding.candidates, shape)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+        if self._within is not None and n.max(initial=0) <= self._seen:
+            return self._within.calls(q, n)
         kind = kind_of_step(q, n)
-        if kind == "decode":
-            return self._fastest(self._part("decode", kind, ALL, self.predictor.shape(kind, q, n)))
+        if kind == "mixed":
+            return self._mixed(q, n)
+        shape = self.predictor.shape(kind, q, n)
         if kind == "short":
-            return (self._short(int(q.max()), self.predictor.shape(kind, q, n)),)
-        if kind != "mixed":
-            return self._fastest(self._part("prefill", kind, ALL, self.predictor.shape(kind, q, n)))
-        some = q > 0
-        if not some.all():  # a row without tokens takes no time
-            q, n = q[some], n[some]
-        ones = q == 1
-        more, longer = q[~ones], n[~ones]
-        kind = kind_of_step(more, longer)
-        rest = self.predictor.shape(kind, more, longer)
-        if not ones.any():
-            return self._fastest(self._part("prefill", kind, ALL, rest))
-        decodes = shape_of_decodes(self.spec, n[ones], deals=self._deals)
-        apart = self._fastest(
-            self._part("decode", "decode", DECODES, decodes, False),
-            self._part("prefill", kind, REST, rest),
-        )
-        if any(call.name not in [w.name for w in call.candidates] for call in apart):
-            return apart  # an unmeasured time can't be compared
-        pair = apart[0].prices[apart[0].name]
-        candidates = self.predictor.among("mixed", self._mixing)
-        if not candidates:
-            return apart
-        whole = self.predictor.shape("mixed", q, n)
-        if not self.predictor.fastest(candidates, whole, pair):
-            return apart
-        return self._fastest(CallChoice("prefill", "mixed", ALL, whole, candidates))
+            return (self._short(int(q.max()), shape),)
+        if kind == "decode":
+            call = self._decoding._replace(shape=shape)
+        else:
+            call = self._call("prefill", kind, ALL, shape)
+        return (call._replace(name=self._alone(call)),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decodes, if a backend takes them as such."""
+        if longest not in self._takers:
+            self._takers[longest] = self._taking(longest)
+        usual, takes, candidates = self._takers[longest]
+        call = CallChoice(usual, "short", ALL, shape, candidates)
+        name = self._alone(call)
+        phase = usual if name == self.chosen[usual] else "decode"
+        return call._replace(phase=phase if name in takes else "prefill", name=name)
+
+    def _taking(self, longest: int) -> tuple[str, list[str], list[Weighed]]:
+        """Return the usual phase of such rows, who takes them as decodes, and all candidates."""
         infos = self.phases["decode"].values()
         takes = [i.name for i in infos if i.capabilities.decode_query_lens >= longest]
-        usual = "decode" if self.chosen["decode"] in takes else "prefill"
-        captured = self.spec.graph_capture >= GraphCapture.UNIFORM
-        among = [*takes, *self.phases["prefill"]]
-        part = self._part(usual, "short", ALL, shape, captured, among)
-        name = self._alone(part)
-        phase = usual if name == self.chosen[usual] else "decode"
-        return part._replace(phase=phase if name in takes else "prefill", name=name)
-
-    def _part(
-        self,
-        phase: str,
-        kind: str,
-        rows: str,
-        shape: StepShape,
-        captured: bool | None = None,
-        among: Iterable[str] | None = None,
-    ) -> CallChoice:
-        """Return a call with its candidates; a captured one costs the host nothing."""
-        candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
-        if captured or (captured is None and kind == "decode" and self.spec.graph_capture):
+        candidates = self.predictor.among("short", [*takes, *self.phases["prefill"]])
+        if self.spec.graph_capture >= GraphCapture.UNIFORM:
             candidates = self.predictor.captured(candidates)
-        return CallChoice(phase, kind, rows, shape, candidates)
+        return "decode" if self.chosen["decode"] in takes else "prefill", takes, candidates
 
-    def _alone(self, part: CallChoice) -> str:
-        """Return the backend of a step of one call; the selection's own if that has no time."""
-        name = self.chosen[part.phase]
-        if part.kind == "mixed" or any(name == weighed.name for weighed in part.candidates):
-            return self.predictor.fastest(part.candidates, part.shape)
-        return name
-
-    def _fastest(self, *parts: CallChoice) -> tuple[CallChoice, ...]:
-        """Give each call of a step its backend; without a time of the selection's own, that one stays.
-
-        The device's times of calls add up, and so do the host's, `APART` counted; the larger sum is what
-        the step takes.
-        """
-        if len(parts) == 1:
-            return (parts[0]._replace(name=self._alone(parts[0])),)
-        options: list[list[tuple[str, Price]]] = []
-        for part in parts:
-            usual = self.chosen[part.phase]
-            known = any(weighed.name == usual for weighed in part.candidates)
-            prices = self.predictor.contending(part.candidates, part.shape) if known else {}
-            options.append(list(prices.items()) or [(usual, UNKNOWN)])
-
-        def us(way: Sequence[tuple[str, Price]]) -> float:
-            prices = [price for _, price in way]
-            return max(sum(p.compared for p in prices), sum(APART * p.host for p in prices))
-
-        (first, own), (second, other) = min(product(*options), key=us)
-        return (
-            parts[0]._replace(name=first, others=(other.us, APART * other.host)),
-            parts[1]._replace(name=second, others=(own.us, APART * own.host)),
+    def _mixed(self, q: Array, n: Array) -> tuple[CallChoice, ...]:
+        """Single tokens and longer rows: one call has all, or each has its own."""
+        if np.count_nonzero(q) < len(q):  # a row without tokens takes no time
+            q, n = q[q > 0], n[q > 0]
+        ones = q == 1
+        if not np.count_nonzero(ones):
+            kind = kind_of_step(q, n)
+            call = self._call("prefill", kind, ALL, self.predictor.shape(kind, q, n))
+            return (call._replace(name=self._alone(call)),)
+        whole = CallChoice("prefill", "mixed", ALL, NO_ROWS, self._mixing)
+        if self._mixing:
+            whole = whole._replace(shape=self.predictor.shape("mixed", q, n))
+            # What two calls cost the host is known before their rows are looked at.
+            if name := self.predictor.fastest(self._mixing, whole.shape, self._host_of_two):
+                return (whole._replace(name=name),)
+        more = ~ones
+        longer, behind = q[more], n[more]
+        kind = kind_of_step(longer, behind)
+        rest = self._call("prefill", kind, REST, self.predictor.shape(kind, longer, behind))
+        shape = shape_of_decodes(self.spec, n[ones], deals=self._deals)
+        decodes = self._call("decode", "decode", DECODES, shape)
+        firsts = self._undominated(decodes)
+        # An unmeasured time can't be compared.
+        if not (self._mixing and self._knows(decodes) and self._knows(rest)):
+            return self._apart(decodes, rest, firsts)
+        least = min(
+            together(first, w.least(rest.shape), w.host_us(rest.shape))
+            for w in rest.candidates
+            for first in firsts.values()
         )
+        name = self.predictor.fastest(self._mixing, whole.shape, least)
+        if not name:  # it takes more than a pair does at the least
+            decodes, rest = self._apart(decodes, rest, firsts)
+            us, _, host = rest.price
+            pair = together(decodes.price, us, host)
+            name = self.predictor.fastest(self._mixing, whole.shape, pair)
+            if not name:
+                return decodes, rest
+        return (whole._replace(name=name),)
+
+    def _call(self, phase: str, kind: str, rows: str, shape: StepShape) -> CallChoice:
+        """Return a call with its candidates."""
+        return CallChoice(phase, kind, rows, shape, self._candidates[kind])
+
+    def _least_host(self) -> float:
+        """Return what a mixed step's two calls cost the host at the least; 0 if a time isn't known."""
+        calls = [self._call(*call, ALL, NO_ROWS) for call in KINDS_OF_CALLS]
+        if not all(map(self._knows, calls)):
+            return 0.0
+        first, *others = (min(w.host for w in call.candidates) for call in calls)
+        return together(Price(0.0, 0.0, first), 0.0, min(others))
+
+    def _knows(self, call: CallChoice) -> bool:
+        """Whether the selection's own choice has a time."""
+        usual = self.chosen.get(call.phase)
+        return any(usual == weighed.name for weighed in call.candidates)
+
+    def _alone(self, call: CallChoice) -> str:
+        """Return the backend of a step of one call; the selection's own if that has no time."""
+        if self._knows(call):
+            return self.predictor.fastest(call.candidates, call.shape)
+        return self.chosen[call.phase]
+
+    def _undominated(self, decodes: CallChoice) -> dict[str, Price]:
+        """Return the prices of decodes that none beats on the device and the host alike.
+
+        Without a time of the selection's own, that one stays.
+        """
+        if not self._knows(decodes):
+            return {self.chosen["decode"]: UNKNOWN}
+        firsts, host = {}, math.inf
+        prices = self.predictor.prices(decodes.candidates, decodes.shape)
+        for name, price in sorted(prices.items(), key=lambda item: item[1].compared):
+            if price.host < host:
+                firsts[name], host = price, price.host
+        return firsts
+
+    def _apart(
+        self, decodes: CallChoice, rest: CallChoice, firsts: Mapping[str, Price]
+    ) -> tuple[CallChoice, CallChoice]:
+        """Give both calls of a step their backends; the selection's own stays if it has no time.
+
+        `firsts`: the decodes that compete.
+        """
+
+        def total(us: float, host: float) -> float:
+            return min(together(first, us, host, True) for first in firsts.values())
+
+        name = self.chosen["prefill"]
+        if self._knows(rest):
+            in_turn = sorted(rest.candidates, key=lambda w: w.least(rest.shape) * w.factor)
+            name = self.predictor.fastest(in_turn, rest.shape, total=total)
+        rest, (first, *others) = rest._replace(name=name), firsts
+        if others:
+            _, us, host = rest.price
+            first = min(firsts, key=lambda name: together(firsts[name], us, host, True))
+        decodes = decodes._replace(name=first)
+        return decodes._replace(other=rest), rest._replace(other=decodes)
 
 
 def _mixes(info: BackendInfo) -> bool:

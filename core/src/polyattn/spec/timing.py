@@ -14,14 +14,17 @@ are read; a byte of one KV head's in the longest row, where no keys are cut; a m
 queries and outputs. Short rows multiply whole tiles of queries."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
-KINDS = ("decode", "short", "prefill", "chunked", "mixed", "low", "windowed")
+KINDS = ("decode", "short", "prefill", "chunked", "mixed", "low", "windowed", "ragged")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call. `low` is
 none of these, but what a library runs where a row's queries fit in its lowest tile; `windowed` what it
-runs where a window hides keys."""
+runs where a window hides keys, `ragged` where prompts differ in length."""
 
-DEALS = ("even", "padded", "cut", "pages", "heads", "whole")
+DEALS = ("even", "padded", "cut", "pages", "heads", "whole", "runs", "packed")
 """How a library deals keys out to a chip's processors; `selection.dealing` knows each way."""
+
+WINDOWLESS = ("TRITON_ATTN",)
+"""Backends that run a step without the layer's window where that hides nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class TimingModel:
     empty: none. `host`: microseconds after which a host is ready with a layer's call and can queue the
     next one; 0: not known, or no device works meanwhile. `by_run`: the launch and the host's time count
     once for each run of neighbouring rows of equal lengths, as of dense kernels, and not once a call.
-    `deal`: how keys are dealt out to `processors`, one of `DEALS`; empty: not known.
+    `deal`: how keys are dealt out to `processors`, one of `DEALS`; empty: not known. `windowless`: it
+    speaks of a windowed layer's steps in which the window hides nothing, and of no others.
     """
 
     backend: str
@@ -53,10 +57,21 @@ class TimingModel:
     by_run: bool = False
     deal: str = ""
     processors: int = 0
+    windowless: bool = False
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""
         return tuple(c * unit for c, unit in zip(self.coefficients, units(spec), strict=True))
+
+
+def all_seen(spec: LayerSpec) -> int:
+    """Return up to how many keys of each sequence a layer's window hides none; 0 without a window.
+
+    0, too, where kernels stay for other steps: captured, planned by bounds, or of invariant bits.
+    """
+    stay = spec.graph_capture or spec.length_bounds or spec.batch_invariant
+    limits = [n for n in (spec.sliding_window, spec.chunk_size) if n]
+    return min(limits) if spec.sliding_window and not stay else 0
 
 
 def units(spec: LayerSpec) -> tuple[float, ...]:

@@ -8,14 +8,16 @@ from polyattn.families.attention.planning import Candidate
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.prediction import Predictor
-from polyattn.spec.decompose import expanded
+from polyattn.spec.decompose import expanded, expanded_context
+
+PARTS = {True: "prefill", False: "chunked"}
+"""The kind of model that times a step's own tokens, under a causal mask, and what comes before them."""
 
 
 class ExpandedChooser:
     """Chooses by measured times among backends that are loaded before the first step.
 
-    Without a time of the selection's own it stays, and for what comes before a step's tokens.
-    `usual`: the selection's own.
+    Without a time of the selection's own it stays. `usual`: the selection's own.
     """
 
     def __init__(self, group: LayerGroup):
@@ -25,7 +27,7 @@ class ExpandedChooser:
         self.group = group
         self.usual = Candidate(info, group.backend("prefill", AttentionBackend, spec=spec))
         self.candidates = {info.name: self.usual}
-        models = [model for model in selection.timings if model.kind == "prefill"]
+        models = [m for m in selection.timings if m.kind in PARTS.values()]
         known = {model.backend for model in models}
         # Which one is the fastest depends on the other requests.
         among = dict(selection.candidates)["prefill"] if info.name in known else ()
@@ -34,15 +36,17 @@ class ExpandedChooser:
                 loaded = group.candidate("prefill", other, AttentionBackend, True, spec)
                 if loaded is not None:
                     self.candidates[other.name] = Candidate(other, loaded)
-        self.predictor = Predictor(spec, models)
+        specs = {True: spec, False: expanded_context(group.spec)}
+        self.predictors = {causal: Predictor(of, models) for causal, of in specs.items()}
 
-    def fastest(self, queries: Sequence[int]) -> Candidate:
-        """Return what runs prompts of so many tokens, each of which sees its own."""
+    def fastest(self, queries: Sequence[int], lens: Sequence[int], causal: bool) -> Candidate:
+        """Return what attends to a part of each sequence's keys: its own, or some before them."""
         ready = self.group.builds.ready
         names = [name for name, some in self.candidates.items() if ready(some.backend)]
-        if len(names) < 2:
+        kind, predictor = PARTS[causal], self.predictors[causal]
+        among = predictor.among(kind, names)
+        if len(among) < 2 or self.usual.info.name not in [weighed.name for weighed in among]:
             return self.usual
-        shape = self.predictor.shape("prefill", queries, queries)
-        return self.candidates[
-            self.predictor.fastest(self.predictor.among("prefill", names), shape)
-        ]
+        some = [(q, n) for q, n in zip(queries, lens, strict=True) if q and n]
+        shape = predictor.shape(kind, *zip(*some, strict=True))
+        return self.candidates[predictor.fastest(among, shape)]

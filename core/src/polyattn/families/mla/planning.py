@@ -245,7 +245,7 @@ class Planner(StepPlanner):
         slots = batch.block_table[at[0], at[1]].long() * size + at[2]
         keys = Batch(batch.starts, list(lens), device=batch.device)
         assert self.expanding is not None
-        chosen = self.expanding.fastest(lens) if causal else self.expanding.usual
+        chosen = self.expanding.fastest(batch.query_lens, lens, causal)
         plan = chosen.backend.plan(keys if causal else keys.over_context())
         call = Call("prefill", chosen.info.name, chosen.backend, plan, None)
         return Expansion(call, slots, lens if self.apart else None)

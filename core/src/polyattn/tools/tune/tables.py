@@ -16,7 +16,7 @@ from polyattn.device import Device
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_of
-from polyattn.registry.timings import FORMAT, layer_class
+from polyattn.registry.timings import FORMAT, class_of_step
 from polyattn.selection.dealing import SWITCHES
 from polyattn.spec.timing import TERMS
 from polyattn.tools.tune.fitting import Fit, Point, fit
@@ -40,7 +40,8 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
     """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
-        key = (tuple(sorted(layer_class(m.spec).items())), m.sample.kind, m.backend)
+        layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
+        key = (tuple(sorted(layer.items())), m.sample.kind, m.backend)
         groups[key].append(m)
     points = {key: [(m, m.point(processors)) for m in some] for key, some in groups.items()}
     made = {key: fitted for key, some in points.items() if (fitted := fit([p for _, p in some]))}
