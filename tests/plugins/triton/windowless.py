@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from polyattn import Device, LayerSpec, RopeSpec
 from polyattn.conformance.case import Case
-from polyattn.conformance.checks.forests import forest
+from polyattn.conformance.checks.forests import _backend, _run, forest
 from polyattn.conformance.harness.base import Harness
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.prefix import PrefixPlan
@@ -65,7 +65,27 @@ def share(window: int) -> None:
     print(f"shared, within {window}: {'none' if plans[-1].windowless else 'window'}", flush=True)
 
 
+def gone(name: str) -> None:
+    """Attend where the cache holds NaN at all that no query of a sequence sees."""
+    spec = LAYERS[name]
+    harness = Harness("TRITON_ATTN", DEVICE, 7)
+    layer = harness.layer(spec)
+    backend, width = _backend(layer), spec.sliding_window or 0
+    for step in ([(1, 300), (1, 70)], [(4, 260), (3, 77)], [(70, 170), (5, 90), (40, 40)]):
+        work = harness.step(layer, step).remembered()
+        cache, table = work.held, work.batch.block_table
+        for row, (queries, length) in enumerate(step):
+            for key in range(spec.sink_tokens, length - queries - width + 1):
+                for rows in (cache.key, cache.value):
+                    rows[table[row, key // 16], key % 16] = torch.nan
+        plan = backend.plan(work.batch)
+        _run(work, plan, f"{name}, NaN between: ")
+        print(f"{name}, NaN between, {step}: {plan.way}", flush=True)
+
+
 if __name__ == "__main__":
+    gone("sink tokens")
+    gone("turned")
     share(115)
     share(114)
     for name, spec in LAYERS.items():

@@ -193,6 +193,8 @@ def _attend(
         held = key_pos < seq_len
         if WINDOW > 0 or CHUNK > 0:
             held = held & (key_pos >= low)
+        if SINK_TOKENS > 0:  # what lies between them and the window may be gone
+            held = held & ((key_pos < kept_stop) | (key_pos >= near))
         if ROPE > 0:
             k, k_second = load_pairs(KEYS, k_row, held, SPAN, BLOCK_H, ROPE)
             if SPAN < D:

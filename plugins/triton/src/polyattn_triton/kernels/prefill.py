@@ -47,8 +47,8 @@ WEIGHT_SCALE = tl.constexpr(256.0)
 
 @triton.jit
 def _tiles(
-    acc, m, l, q, K, V, BT, LIST, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, slope,
-    scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+    acc, m, l, q, K, V, BT, LIST, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, seen,
+    slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
     MASK: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
@@ -60,7 +60,8 @@ def _tiles(
 
     `LISTED`: the tiles are those that LIST names there. `ROPE`: q is its pairs and its rest, turned to
     places after `origin`, and keys are turned likewise; `KEPT`: of the kept first tokens' tiles alone.
-    `EIGHT`: all products are of e4m3 numbers, `acc` is `WEIGHT_SCALE` times the sum.
+    `seen`: the first three of `keys_seen`'s ends, of all rows. `EIGHT`: all products are of e4m3 numbers,
+    `acc` is `WEIGHT_SCALE` times the sum.
     """
     LIKE = q[0] if ROPE > 0 else q
     if ROPE > 0:
@@ -81,6 +82,9 @@ def _tiles(
         key_pos = tile * BLOCK_N + offs_n
         tile_pos = tile * BLOCK_N
         inside = key_pos < seq_len
+        if SINK_TOKENS > 0:  # what no row sees may be gone
+            low, kept_stop, near = seen
+            inside = inside & (((key_pos >= low) & (key_pos < kept_stop)) | (key_pos >= near))
         if LISTED:
             # Two steps ahead, for the same reason as blocks. What is handed on as it is would keep the
             # loop from being pipelined (Triton 3.6).
@@ -184,6 +188,7 @@ def _attend(
     low, kept_stop, near, high = keys_seen(
         first_pos, last_pos, seq_len, CAUSAL, WINDOW, CHUNK, SINK_TOKENS
     )
+    seen = low, kept_stop, near
     low_tile, high_tile, skip_from, skip_by = tiles_seen(
         low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
     )
@@ -253,7 +258,7 @@ def _attend(
     if LISTED:
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, LIST, kv_start, tl.minimum(entry, whole), tl.minimum(stop, whole),
-            0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+            0, 0, row_pos, seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, RESCORE, WHERE_SEEN, True,
             TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
@@ -261,7 +266,7 @@ def _attend(
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, PARTLY, kv_start, tl.maximum(entry - whole, 0),
             tl.maximum(stop - whole, 0),
-            0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+            0, 0, row_pos, seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, True,
             TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
@@ -271,7 +276,7 @@ def _attend(
             kept_tile = tl.minimum(tl.maximum(skip_from, low_tile), high_tile)
             acc, m, l = _tiles(
                 acc, m, l, q_kept, K, V, BT, BT, kv_start, low_tile, kept_tile, skip_from, skip_by,
-                row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                row_pos, seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
                 TURNS, 0, ROPE, SPAN, True, PRODUCTS, READ_K, READ_V,
@@ -282,7 +287,7 @@ def _attend(
         if (WINDOW > 0 or CHUNK > 0) and not BY_ROW:
             acc, m, l = _tiles(
                 acc, m, l, q, K, V, BT, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
-                seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
                 TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
@@ -290,14 +295,14 @@ def _attend(
         if SINK_TOKENS == 0 and not BY_ROW:
             acc, m, l = _tiles(
                 acc, m, l, q, K, V, BT, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
-                seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
                 TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
             )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
-            seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+            seq_len, seen, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
             TURNS, last_pos, ROPE, SPAN, False, PRODUCTS, READ_K, READ_V,
