@@ -165,8 +165,11 @@ def hosted(hosts: dict[str, float]) -> list[TimingModel]:
     return [
         model("A", "decode", launch=10, host=hosts["A"]),
         model("B", "decode", launch=15, host=hosts["B"]),
-        model("A", "prefill", launch=25, product=5e-7, host=hosts["A"]),
-        model("B", "prefill", launch=20, product=1e-6, host=hosts["B"]),
+        *(
+            model(name, kind, launch=launch, product=product, host=hosts[name])
+            for kind in ("prefill", "chunked")
+            for name, launch, product in (("A", 25, 5e-7), ("B", 20, 1e-6))
+        ),
         model("C", "mixed", launch=50, product=1e-6, host=hosts["C"]),
     ]
 
@@ -176,6 +179,8 @@ def hosted(hosts: dict[str, float]) -> list[TimingModel]:
     [
         # Two calls of 30 us on the device, and of 120 on the host, beside one of 50 and 60.
         ({"A": 40, "B": 80, "C": 60}, 17, ["C"]),
+        # B is the slower for decodes, and its host isn't in the way.
+        ({"A": 80, "B": 20, "C": 60}, 17, ["B", "B"]),
         # B's host is in the way, and A's device isn't.
         ({"A": 20, "B": 80, "C": 60}, 17, ["A", "A"]),
         # A long prompt: the device works for longer than the host needs for both calls.

@@ -443,8 +443,8 @@ class Least(NamedTuple):
     """What a way's counts are at the least, of what a step has.
 
     Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
-    of a step of one row `alone` of that. `merged`: its tokens, of a step's. `kinds`: of the steps whose
-    coefficients may count; empty: of this one.
+    of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
     """
 
     pairs: float = 1.0
@@ -453,6 +453,7 @@ class Least(NamedTuple):
     longest: float = 0.0
     alone: float = 1.0
     merged: float = 1.0
+    items: float = 0.0
     kinds: tuple[str, ...] = ("",)
 
 
@@ -477,7 +478,8 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
             block, alone = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
-        return Least(1.0, of_queries, 0.0, longest, alone, kinds=("", *kinds))
+        items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
+        return Least(1.0, of_queries, 0.0, longest, alone, items=items, kinds=("", *kinds))
     part, high, block, kinds = 1.0, WIDE, LOW_TILE, ["windowed"] * windowed
     apart = max(1.0, 1 + APART / group - 1 / SHORT)  # whose fraction is cut
     if way == "cut":

@@ -215,10 +215,11 @@ def floor(weights: Sequence[float], form: Form, fewest: Least) -> Callable[[Step
 
     `fewest`: that way's counts at the least.
     """
-    launch, _, byte, _, product, token = weights
-    of_pairs, of_queries, of_tiles, of_longest, alone, merged, _ = fewest
+    launch, item, byte, _, product, token = weights
+    of_pairs, of_queries, of_tiles, of_longest, alone, merged, items, _ = fewest
     overlap, _, by_run, _ = form
-    token *= merged
+    token, item = token * merged, item * items + (launch if by_run else 0.0)
+    launch = 0.0 if by_run else launch
 
     def us(shape: StepShape) -> float:
         rows, queries, keys, longest, pairs, tiles, runs, _, _ = shape
@@ -227,7 +228,7 @@ def floor(weights: Sequence[float], form: Form, fewest: Least) -> Callable[[Step
         )
         b, c = byte * keys, product * (alone * least if rows == 1 else least)
         busy = (b if b > c else c) if overlap else b + c
-        return (launch * runs if by_run else launch) + token * queries + busy
+        return launch + item * runs + token * queries + busy
 
     return us
 

@@ -256,9 +256,10 @@ class StepChoice:
         if self._knows(rest):
             in_turn = sorted(rest.candidates, key=lambda w: w.least(rest.shape) * w.factor)
             name = self.predictor.fastest(in_turn, rest.shape, total=total)
-        rest = rest._replace(name=name)
-        _, us, host = rest.price
-        first = min(firsts, key=lambda name: together(firsts[name], us, host, True))
+        rest, (first, *others) = rest._replace(name=name), firsts
+        if others:
+            _, us, host = rest.price
+            first = min(firsts, key=lambda name: together(firsts[name], us, host, True))
         decodes = decodes._replace(name=first)
         return decodes._replace(other=rest), rest._replace(other=decodes)
 

@@ -323,12 +323,26 @@ class Batch:
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return upload(self.host_starts.astype(np.int32), self.device)
+        return self._uploaded("query_start_loc", self.host_starts)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return upload(self.host_lens.astype(np.int32), self.device)
+        return self._uploaded("seq_lens", self.host_lens)
+
+    def _uploaded(self, name: str, numbers: Integers) -> Tensor:
+        """Return one of both tensors of lengths; an accelerator gets both in one copy, if it has none."""
+        known = vars(self)
+        if self.device.type == "cpu" or "query_start_loc" in known or "seq_lens" in known:
+            return upload(numbers.astype(np.int32), self.device)
+        starts, lens = self.host_starts, self.host_lens
+        at = -(-len(starts) // 4) * 4  # kernels are compiled for addresses of 16 bytes
+        both = np.zeros(at + len(lens), np.int32)
+        both[: len(starts)], both[at:] = starts, lens
+        there = upload(both, self.device)
+        known["query_start_loc"], known["seq_lens"] = there[: len(starts)], there[at:]
+        tensor: Tensor = known[name]
+        return tensor
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
