@@ -40,8 +40,8 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
     """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
-        layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
-        key = (tuple(sorted(layer.items())), m.sample.kind, m.backend)
+        of_layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
+        key = (tuple(sorted(of_layer.items())), m.sample.kind, m.backend)
         groups[key].append(m)
     points = {key: [(m, m.point(processors)) for m in some] for key, some in groups.items()}
     made = {key: fitted for key, some in points.items() if (fitted := fit([p for _, p in some]))}
