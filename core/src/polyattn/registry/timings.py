@@ -147,11 +147,11 @@ class Timings:
         others = [] if exact else [t for t in self.tables if t.platform == device.platform]
         near = [table.near(spec, device) for table in others]
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
-        found = exact or (models if far <= FARTHEST else ())
-        if not (found and all_seen(spec)):
-            return found
+        models = exact or (models if far <= FARTHEST else ())
+        if not (models and all_seen(spec)):
+            return models
         plain = self.models(spec.replace(sliding_window=None, sink_tokens=0), device)
-        return (*found, *(replace(m, windowless=True) for m in plain if m.backend in WINDOWLESS))
+        return (*models, *(replace(m, windowless=True) for m in plain if m.backend in WINDOWLESS))
 
     def notes(self, spec: LayerSpec, device: Device, models: tuple[TimingModel, ...]) -> list[str]:
         """Return what is ignored of the tables, or that none has such a layer, a line each.
