@@ -466,10 +466,8 @@ def test_an_output_that_shares_memory_with_an_input_is_refused() -> None:
     assert torch.equal(out, wanted)
     between = torch.randn(3, 2, 2, 8)  # heads of two tensors in turns
     Attention(spec)(between[:, :, 0], key, value, plan=batch, out=between[:, :, 1])
-    short = LayerSpec(
-        kind="short_conv", num_heads=8, head_size=1, dtype="float32",
-        recurrent=RecurrentSpec(conv_width=4),
-    )  # fmt: skip
+    conv = RecurrentSpec(conv_width=4)
+    short = LayerSpec(kind="short_conv", num_heads=8, head_size=1, dtype="float32", recurrent=conv)
     layer, x = Recurrent(short, weight=torch.randn(8, 4)), torch.randn(3, 8)
     step = Batch.from_lens([3], [3], state_slots=torch.tensor([0]))
     with pytest.raises(BatchError, match="out shares memory with x"):
