@@ -69,11 +69,11 @@ from polyattn.runtime.rotation import Norms as Norms
 from polyattn.runtime.rotation import Rotation as Rotation
 from polyattn.runtime.rotation import prepared as prepared
 from polyattn.runtime.step.batch import Batch as Batch
-from polyattn.runtime.step.batch import upload as upload
 from polyattn.runtime.step.chosen_pages import ChosenPages as ChosenPages
 from polyattn.runtime.step.chosen_pages import over_chosen_pages as over_chosen_pages
 from polyattn.runtime.step.chosen_pages import token_places as token_places
 from polyattn.runtime.step.chosen_pages import visible_entries as visible_entries
+from polyattn.runtime.step.integers import upload as upload
 from polyattn.runtime.step.shared_prefix import Levels as Levels
 from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun
 from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask

@@ -220,7 +220,8 @@ def test_recurrences_of_a_process_with_64_bits(layer: LayerSpec) -> None:
 @pytest.mark.parametrize("rate", [-900.0, -1e6, -np.inf])
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_a_token_that_forgets_all_costs_no_precision_after_it(kind: str, rate: float) -> None:
-    layer = recurrent(kind, recurrent=RecurrentSpec(state_size=24, dt_softplus=False))
+    steps = {} if kind == "gdn" else {"dt_softplus": False}
+    layer = recurrent(kind, recurrent=RecurrentSpec(state_size=24, **steps))
     work = workload(LayerGroup(select(layer, "cpu", backend="VANILLA_SCAN")), [(60, 61)])
     named = work.tensors()
     if kind == "gdn":

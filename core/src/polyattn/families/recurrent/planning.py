@@ -16,7 +16,8 @@ from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Op, RecurrentFrame
-from polyattn.runtime.step.batch import Batch, upload
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.integers import upload
 
 
 class PaddingOutput(Op):

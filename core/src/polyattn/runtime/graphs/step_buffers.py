@@ -11,8 +11,9 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
-from polyattn.runtime.step.batch import Batch, upload
+from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
+from polyattn.runtime.step.integers import upload
 from polyattn.spec.kinds import GraphCapture
 
 

@@ -7,77 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import check_is_tensor, same_device
+from polyattn.errors import BatchError
+from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
 from polyattn.spec.key_ranges import key_ranges
 
 if TYPE_CHECKING:
     from polyattn.runtime.cache.kv_cache import KVCache
-    from polyattn.runtime.step.batch import Batch
     from polyattn.spec.layer import LayerSpec
-
-
-def check_tensors(batch: Batch) -> None:
-    """Check the tensors' dtypes, shapes and devices, and put numbers that lie apart side by side.
-
-    Raises `BatchError`.
-    """
-    many = getattr(batch.state_targets, "ndim", 1) == 2
-    of_targets = (batch.num_seqs, None) if many else (batch.num_seqs,)
-    for name, tensor, dtype, shape in (
-        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
-        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
-        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-        ("state_targets", batch.state_targets, torch.int64, of_targets),
-    ):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
-            free = "tokens" if name == "state_targets" else "max_blocks"
-            wanted = ", ".join(free if n is None else str(n) for n in shape)
-            raise BatchError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
-                f"({wanted})"
-            )
-        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise BatchError(
-                f"{name}'s columns are {tensor.stride(1)} apart; kernels need adjacent columns: "
-                f"pass {name}.contiguous()"
-            )
-        if not same_device(tensor.device, batch.device):
-            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
-        if name != "block_table" and not tensor.is_contiguous():
-            setattr(batch, name, tensor.contiguous())  # kernels go by address from the first one on
-    _check_shape_of_positions(batch)
-
-
-def _check_shape_of_positions(batch: Batch) -> None:
-    positions = batch.positions
-    if positions is None:
-        return
-    check_is_tensor("positions", positions)
-    whole = positions.dtype in (torch.int64, torch.int32)
-    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
-    if not whole or not fits:
-        raise BatchError(
-            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
-            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
-        )
-    if not same_device(positions.device, batch.device):
-        raise BatchError(
-            f"positions is on {positions.device}, the batch on {batch.device}; move one"
-        )
-
-
-def _as_wide(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's device has no wider integers than int32."""
-    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
-        return False
-    return tensor[:0].long().dtype == torch.int32
 
 
 def check_positions(batch: Batch, axes: int) -> None:

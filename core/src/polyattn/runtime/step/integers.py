@@ -1,4 +1,4 @@
-"""Checked integers of a batch: Python's lists, or arrays on the host."""
+"""Checked integers of a batch: Python's lists, or arrays on the host, and their way to a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.spec.fields import LONGEST
@@ -61,6 +62,36 @@ def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers]:
         raise beyond
     _check_lengths(host_starts, host_lens, queries)
     return host_starts, host_lens
+
+
+def upload(
+    values: np.ndarray[Any, Any], device: torch.device, into: Tensor | None = None
+) -> Tensor:
+    """Copy numbers to a device. The host doesn't wait for what runs on a GPU before the copy.
+
+    Args:
+        values: any shape and dtype.
+        device: where to.
+        into: a buffer of the values' shape; None: a new one.
+
+    Returns:
+        `into`, or a new tensor of the values' dtype.
+
+    Raises:
+        RuntimeError: `into` has another shape, or memory runs out.
+
+    Examples:
+        >>> upload(np.arange(3), torch.device("cpu"))
+        tensor([0, 1, 2])
+
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        host = host.pin_memory()
+    if into is not None:
+        return into.copy_(host, non_blocking=True)
+    return host.to(device, non_blocking=on_gpu)
 
 
 def _uncounted(starts: list[int], lens: list[int]) -> BatchError | None:

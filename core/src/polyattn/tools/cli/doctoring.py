@@ -126,7 +126,11 @@ def _mixed() -> list[str]:
     for each in distributions():
         if not any(entry.group.startswith("polyattn.") for entry in each.entry_points):
             continue
-        for text in each.requires or ():
+        try:
+            requires = each.requires or ()
+        except ValueError:  # no text, which discovery says
+            continue
+        for text in requires:
             if not re.match(r"polyattn(?![\w.-])", text) or "extra ==" in text:
                 continue
             if problem := requirement_problem(text):
