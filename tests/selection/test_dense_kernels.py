@@ -118,11 +118,9 @@ def test_a_step_within_the_window_is_timed_without_it(
 ) -> None:
     spec = NEAR.replace(**changes)
     models = table().models(spec, resolve_device("h200", current_settings()))
-    both = {n: backend(n, phases=frozenset({"prefill", "decode"})) for n in (DROPS, KEEPS)}
-    choice = StepChoice(
-        spec, models, dict.fromkeys(("decode", "prefill"), both),
-        dict.fromkeys(("decode", "prefill"), KEEPS),
-    )  # fmt: skip
+    phases = ("decode", "prefill")
+    both = {n: backend(n, phases=frozenset(phases)) for n in (DROPS, KEEPS)}
+    choice = StepChoice(spec, models, dict.fromkeys(phases, both), dict.fromkeys(phases, KEEPS))
     for longest in (999, 1000, 1001):
         name = DROPS if within and longest <= 1000 else KEEPS
         for queries in (1, 300, longest):

@@ -9,14 +9,10 @@ Both hold 128 query rows of a query head a tile, uncut, and skip what a causal m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from polyattn.selection.pieces import Counts, at, ended, total
-
-if TYPE_CHECKING:
-    from polyattn.selection.dealing import Step
+from polyattn.selection.step import Step
 
 HIGH, BLOCK = 128, 64
 """Query rows of a tile, and the keys that it takes at a time."""
