@@ -98,11 +98,10 @@ def all_seen(spec: LayerSpec) -> int:
     the first step. Without a causal mask, queries may lie before the first key, in another chunk.
     """
     widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
-    stays = (
-        spec.graph_capture, spec.length_bounds, spec.batch_invariant, spec.variant, spec.mask,
-        spec.chunk_size and not spec.causal,
-    )  # fmt: skip
-    return min(widths) if widths and not any(stays) else 0
+    bounded = spec.graph_capture or spec.length_bounds or (spec.chunk_size and not spec.causal)
+    if not widths or bounded or spec.batch_invariant or spec.variant or spec.mask:
+        return 0
+    return min(widths)
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:
