@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from polyattn import LayerSpec, SparseSpec
 from polyattn.kernel import IndexerSpec, RecurrentSpec
-from suites.sparse import MINIMAX, QWEN, V4_ROWS
+from suites.sparse import MINIMAX, QWEN, V4_ROWS, V32_ROWS
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
@@ -65,6 +65,8 @@ SPARSE: dict[str, tuple[LayerSpec, Literal["NHD", "HND"]]] = {
     "QSA NHD": (QWEN, "NHD"),
     "QSA HND": (QWEN, "HND"),
     "V4": (V4_ROWS, "NHD"),
+    "V3.2, 128 heads": (V32_ROWS, "NHD"),
+    "V3.2, 16 heads": (V32_ROWS.replace(num_heads=16), "NHD"),
 } | {
     f"{rows} rows, {keys} keys in pages of {page} {layout}": (_pages(rows, page, keys), layout)
     for layout in ("NHD", "HND")

@@ -32,7 +32,8 @@ static float read_all(Runs of) {
     for (int64_t i = r + 2; of.ahead && of.bytes >= FAR && r % 8 == 0 && i < r + 10; i++) {
       __builtin_prefetch(of.at[i < of.count ? i : of.count - 1], 0, 2);
     }
-    for (int64_t i = 0; i < of.bytes; i += 256) {
+    int64_t i = 0;
+    for (; i + 256 <= of.bytes; i += 256) {
       const char *asked = i < of.bytes - inside ? now + i : then + (i - (of.bytes - inside));
 #pragma GCC unroll 8
       for (int j = 0; j < EACH; j++) {
@@ -43,6 +44,13 @@ static float read_all(Runs of) {
 #pragma GCC unroll 16
         for (int k = 0; k < PRODUCTS; k++) acc[k] += x * by[k];
       }
+    }
+    for (; i < of.bytes; i += sizeof(vf)) {  // what a run has beyond whole 256 bytes
+      if (of.ahead && i % 64 == 0) __builtin_prefetch(i < of.bytes - inside ? now + i : then + (i - (of.bytes - inside)), 0, 2);
+      const vf x = *(const vf *)(of.at[r] + i);
+      if (!PRODUCTS) acc[0] += x;
+#pragma GCC unroll 16
+      for (int k = 0; k < PRODUCTS; k++) acc[k] += x * by[k];
     }
   }
   float total = 0;

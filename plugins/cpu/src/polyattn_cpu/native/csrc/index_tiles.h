@@ -19,6 +19,11 @@ struct TileKey {
   PA_ALWAYS void take(const T *from, uint32_t *to, int size) const {
     for (int d = 0; d < size; d += 32, to += TILE_WORDS) copy_bf16(from + d, (uint16_t *)to, pa_min(32, size - d));
   }
+  // Half of 128 elements, of which the first is taken before the second. `seen` is what the second has to know.
+  template <int HALF>
+  PA_ALWAYS void take_half(const T *from, uint32_t *to, __m512i &) const {
+    take(from + HALF * 64, to + HALF * 2 * TILE_WORDS, 64);
+  }
 };
 template <>
 struct TileKey<e4m3> {
@@ -70,12 +75,22 @@ struct TileKey<e4m3> {
   PA_ALWAYS bool are_usual(__m512i x) const {
     return __builtin_expect(_mm512_cmpge_epu8_mask(x, highest) == 0, 1);
   }
+  static PA_NOINLINE void mend_both(const e4m3 *from, uint32_t *to) {
+    mend(from, to);
+    mend(from + 64, to + 2 * TILE_WORDS);
+  }
+  template <int HALF>
+  PA_ALWAYS void take_half(const e4m3 *from, uint32_t *to, __m512i &seen) const {
+    const __m512i x = line(from + HALF * 64, to + HALF * 2 * TILE_WORDS);
+    if (HALF && !are_usual(_mm512_max_epu8(seen, x))) mend_both(from, to);
+    seen = x;
+  }
   PA_ALWAYS void take(const e4m3 *from, uint32_t *to, int size) const {
     int d = 0;
     for (; d + 128 <= size; d += 128, to += 4 * TILE_WORDS) {
-      if (are_usual(_mm512_max_epu8(line(from + d, to), line(from + d + 64, to + 2 * TILE_WORDS)))) continue;
-      mend(from + d, to);
-      mend(from + d + 64, to + 2 * TILE_WORDS);
+      __m512i seen;
+      take_half<0>(from + d, to, seen);
+      take_half<1>(from + d, to, seen);
     }
     for (; d + 64 <= size; d += 64, to += 2 * TILE_WORDS) {
       if (!are_usual(line(from + d, to))) mend(from + d, to);
@@ -100,6 +115,7 @@ struct IndexQuery<e4m3, TileEngine> {
 template <class Of, class T, int KT, int SIZE>
 struct IndexProducts {
   static constexpr int HT = 4 / KT, STEP = KT * 16;  // keys
+  static constexpr bool WOVEN = SIZE && KT == 1;
   static_assert(SIZE == 0 || SIZE == 128, "the products are written out");
   // Keys that are scored together: where they lie, and their scores' factors.
   struct Group {
@@ -264,6 +280,66 @@ struct IndexProducts {
     put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
   }
 
+  // Keys [KEY, END) of the step before, in a stream: sums over heads of each, of four, then of all.
+  template <int KEY, int END>
+  PA_ALWAYS static void fold_beside(const vf *weight, vf floor, const float *s, vf *four, vf *quarter) {
+    if constexpr (KEY < END) {
+      vf sum = vmax(floor, loadf(s + KEY * W)) * weight[0];
+      in_register(sum);  // the order of additions
+      PA_UNROLLED
+      for (int i = 1; i < HT; i++) sum += vmax(floor, loadf(s + KEY * W + i * TILE_WORDS)) * weight[i];
+      four[KEY % 4] = sum;
+      if (KEY % 4 == 3) quarter[KEY / 4] = sums<1, 4>(four);
+      fold_beside<KEY + 1, END>(weight, floor, s, four, quarter);
+    }
+  }
+  // How many of them are folded beside a step's first products: none while sums leave their registers.
+  static constexpr int folded_by(int product) { return product < 4 ? 0 : (product - 4) * 4 / 3; }
+  // Asks for a key of a later step, and for one of the step after the next into the first cache.
+  PA_ALWAYS static void ask(const char *far, const char *near) {
+    PA_UNROLLED
+    for (int b = 0; b < SIZE * (int)sizeof(T); b += 64) {
+      prefetch_l2_here(far + b);
+      prefetch(near + b);
+    }
+  }
+  // `multiply` of a step in a stream. Between each two products, whose unit is busy for 16 cycles, lie half a key's
+  // conversion, what is folded and the other half. The sums of the step before leave their registers beside the first
+  // products, for those that stood behind the last ones would leave the unit idle. Returns that step's sums over heads.
+  PA_NOINLINE static vf weave(const uint32_t *k, const uint32_t *q, float *s, const float *weights, vf floor, Next next,
+                              const char *near) {
+    constexpr int image = SIZE / 32 * TILE_WORDS, bytes = SIZE * (int)sizeof(T);
+    const TileKey<T> form;
+    vf weight[HT], four[4] = {}, quarter[4] = {};
+    for (int i = 0; i < HT; i++) weight[i] = loadf(weights + i * W);
+    __m512i seen = {};
+#define PA_WOVEN(I, J, B)                                                                     \
+  {                                                                                           \
+    constexpr int key = 4 * I + J;                                                            \
+    const T *from = (const T *)(next.from + key * bytes);                                     \
+    _tile_loadd(B, q + J * image + I * TILE_WORDS, 64);                                       \
+    form.template take_half<0>(from, image_of(next.to, key, SIZE / 32), seen);                \
+    if (I == 0) {                                                                             \
+      _tile_stored(J, s + J * TILE_WORDS, 64);                                                \
+      _tile_zero(J);                                                                          \
+    }                                                                                         \
+    _tile_dpbf16ps(J, 4, B);                                                                  \
+    fold_beside<folded_by(key), folded_by(key + 1)>(weight, floor, s, four, quarter);         \
+    ask(next.asked + key * bytes, near + key * bytes);                                        \
+    form.template take_half<1>(from, image_of(next.to, key, SIZE / 32), seen);                \
+  }
+#define PA_WOVEN_ROW(I)                       \
+  _tile_loadd(4, k + I * TILE_WORDS, 64);     \
+  PA_WOVEN(I, 0, 6) PA_WOVEN(I, 1, 7) PA_WOVEN(I, 2, 6) PA_WOVEN(I, 3, 7)
+    PA_WOVEN_ROW(0)
+    PA_WOVEN_ROW(1)
+    PA_WOVEN_ROW(2)
+    PA_WOVEN_ROW(3)
+#undef PA_WOVEN_ROW
+#undef PA_WOVEN
+    return sums<4, 4>(quarter);
+  }
+
   // The next ones; false where the table points outside the cache.
   bool find(int32_t &entry, Group &group) {
     Keys *run = group.runs;
@@ -349,12 +425,13 @@ struct IndexProducts {
       const int count = run.count - t;
       return count >= STEP ? from : count > 0 ? (const char *)__builtin_memcpy(room, from, (int64_t)count * bytes) : room;
     };
-    const auto end = [&](const Scored &of_run) __attribute__((always_inline)) {
+    const auto end = [&](const Scored &of_run, const vf *woven) __attribute__((always_inline)) {
       for (int i = 0; i < KT; i++) {
         vf sum[W];
         PA_UNROLLED
-        for (int j = 0; j < W; j++) sum[j] = loadf(partial + (i * W + j) * W);
-        write(of.scores + of_run.t + i * W, sums(sum) * (vf)((vu)of_run.factor[i] & 0x7fffffffu));
+        for (int j = 0; j < W && !woven; j++) sum[j] = loadf(partial + (i * W + j) * W);
+        const vf all = woven ? *woven : sums(sum);
+        write(of.scores + of_run.t + i * W, all * (vf)((vu)of_run.factor[i] & 0x7fffffffu));
       }
       if (of_run.t + STEP >= of_run.run->count) of.rank_some(*of.ranked, of_run.run->first, of.scores, of_run.run->count);
     };
@@ -375,13 +452,22 @@ struct IndexProducts {
           turn_signs(now.factor[i], image + i * depth * TILE_WORDS);
         }
         const char *from = t + STEP < run.count ? piece(run, t + STEP) : piece(next, 0);
-        multiply<true, false>(image, of.packed, {from, far.count ? far.at + (int64_t)t * bytes : room, images + (turn ^ 1) * words});
-        if (before.run) end(before);
+        const Next then = {from, far.count ? far.at + (int64_t)t * bytes : room, images + (turn ^ 1) * words};
+        if constexpr (WOVEN) {
+          const int later = t + 2 * STEP - run.count;  // of the next run
+          const char *near = later < 0 ? run.at + (int64_t)(t + 2 * STEP) * bytes : next.count ? next.at + (int64_t)later * bytes : room;
+          const vf sum = weave(image, of.packed, of.s, weights, floor, then, near);
+          if (before.run) end(before, &sum);
+        } else {
+          multiply<true, false>(image, of.packed, then);
+          if (before.run) end(before, NULL);
+        }
         before = now;
       }
     }
+    if (WOVEN) put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
     fold_all();
-    if (before.run) end(before);
+    if (before.run) end(before, NULL);
     return true;
   }
 
