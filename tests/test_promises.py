@@ -12,6 +12,7 @@ from pathlib import Path
 
 import polyattn
 import pytest
+from distributions import install
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,12 +123,7 @@ def test_vendors_adapters_do_without_the_triton_plugin() -> None:
 
 def test_three_hundred_distributions_do_not_slow_discovery(tmp_path: Path) -> None:
     for index in range(300):
-        folder = tmp_path / f"dist{index}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: dist{index}\nVersion: 1.0\n"
-        )
-        (folder / "entry_points.txt").write_text("[console_scripts]\nx = x:y\n")
+        install(tmp_path, f"dist{index}", "1.0", points="[console_scripts]\nx = x:y\n")
     code = (
         "import time; from polyattn.registry.discovery import discover\nt = time.process_time()\n"
     )

@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from distributions import install
 from polyattn.registry.integrations import GROUP, Integration, integrations
 
 HOSTED = "[vllm.general_plugins]\npolyattn = polyattn_host:register\n"
-
-
-def install(folder: Path, name: str, version: str, requires: str = "", points: str = "") -> None:
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
-    )
-    (info / "entry_points.txt").write_text(points)
 
 
 def found(name: str) -> Integration:

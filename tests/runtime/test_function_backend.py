@@ -9,6 +9,7 @@ from typing import Any
 import polyattn
 import pytest
 import torch
+from distributions import install
 from polyattn import LayerSpec, resolve_device
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
@@ -136,10 +137,8 @@ def test_a_function_inside_another_is_refused() -> None:
 def test_an_entry_point_may_name_the_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[polyattn.plugins]\nmine = mine_kernels:attend\n")
+    points = "[polyattn.plugins]\nmine = mine_kernels:attend\n"
+    install(tmp_path, "mine", "1.0", points=points)
     (tmp_path / "mine_kernels.py").write_text(
         "from polyattn.kernel import backend\n\n\n"
         "@backend('MINE', platforms='cpu', dtypes='float32', head_sizes=64, features='causal')\n"

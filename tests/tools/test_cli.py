@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from defaults import CPU_DEFAULT
+from distributions import install
 from forks import python
 from polyattn.registry import catalogue
 from polyattn.registry.catalogue import install_advice
@@ -232,19 +233,14 @@ def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch)
 def test_doctor_names_a_plugin_of_another_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "newer-0.2.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text("[polyattn.integrations]\nnewer = newer:register\n")
     requires = [
         "polyattn>=99,<100",
         "polyattn-torch>=98",
         "torch>=97",
         "polyattn>=96; extra == 'x'",
     ]
-    lines = [f"Requires-Dist: {text}\n" for text in requires]
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.4\nName: newer\nVersion: 0.2\n{''.join(lines)}"
-    )
+    lines = "".join(f"Requires-Dist: {text}\n" for text in requires)
+    install(tmp_path, "newer", "0.2", lines, "[polyattn.integrations]\nnewer = newer:register\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     problems = [p for p in doctoring.examine()["problems"] if p.startswith("newer 0.2")]
     assert problems == [

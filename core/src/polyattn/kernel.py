@@ -83,6 +83,7 @@ from polyattn.selection.cache_format import CacheFormat as CacheFormat
 from polyattn.settings import current_settings as current_settings
 from polyattn.spec.decompose import absorbed as absorbed
 from polyattn.spec.key_ranges import KeyRanges as KeyRanges
+from polyattn.spec.key_ranges import all_seen as all_seen
 from polyattn.spec.key_ranges import key_ranges as key_ranges
 from polyattn.spec.key_ranges import window_sizes as window_sizes
 from polyattn.spec.kinds import AttentionKind as AttentionKind

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributions import install
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
 from polyattn.tools.cli.models import bundled, bundled_models
@@ -192,13 +193,10 @@ def read(cfg):
 def test_a_package_adds_a_type(
     layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = tmp_path / "my_models-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-models\nVersion: 1.0\n")
     points = (
         "[polyattn.readers]\nmy_type = my_models:read\nbroken = my_models:absent\nllama = x:y\n"
     )
-    (info / "entry_points.txt").write_text(points)
+    install(tmp_path, "my-models", "1.0", points=points)
     (tmp_path / "my_models.py").write_text(PACKAGE.replace("LAYERS", layers))
     monkeypatch.delitem(sys.modules, "my_models", raising=False)
     monkeypatch.syspath_prepend(tmp_path)

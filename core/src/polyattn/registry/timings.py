@@ -18,9 +18,10 @@ from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.settings import NO_TIMINGS, Settings
+from polyattn.spec.key_ranges import all_seen
 from polyattn.spec.kinds import ITEM_BYTES, AttentionKind
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import DEALS, KINDS, TERMS, WINDOWLESS, TimingModel, all_seen
+from polyattn.spec.timing import DEALS, KINDS, TERMS, WINDOWLESS, TimingModel
 
 FORMAT = 1
 REMEDY = "measure again: polyattn tune"
@@ -148,7 +149,7 @@ class Timings:
         near = [table.near(spec, device) for table in others]
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))
         models = exact or (models if far <= FARTHEST else ())
-        if not (models and all_seen(spec)):
+        if not (models and spec.sliding_window and all_seen(spec)):
             return models
         plain = self.models(spec.replace(sliding_window=None, sink_tokens=0), device)
         return (*models, *(replace(m, windowless=True) for m in plain if m.backend in WINDOWLESS))
@@ -206,7 +207,7 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
 
 def class_of_step(spec: LayerSpec, backend: str, longest: int) -> dict[str, Any]:
     """Return the class whose model speaks of a backend's step of rows of up to so many keys."""
-    drops = backend in WINDOWLESS and longest <= all_seen(spec)
+    drops = backend in WINDOWLESS and spec.sliding_window and longest <= all_seen(spec)
     return layer_class(spec.replace(sliding_window=None, sink_tokens=0) if drops else spec)
 
 

@@ -21,9 +21,10 @@ from polyattn.selection.prediction import (
     shape_of_decodes,
 )
 from polyattn.selection.selection import Selection
+from polyattn.spec.key_ranges import all_seen
 from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import WINDOWLESS, TimingModel, all_seen
+from polyattn.spec.timing import WINDOWLESS, TimingModel
 
 NO_ROWS = StepShape(0, 0, 0, 0, 0, 0, 0)
 UNKNOWN = Price(0.0, 0.0, 0.0)

@@ -112,3 +112,27 @@ def key_ranges(
         near_start = maximum(near_start, kept_stop)
         near_stop = maximum(near_stop, near_start)
     return KeyRanges(start, kept_stop, near_start, near_stop)
+
+
+def all_seen(spec: LayerSpec) -> int:
+    """Return up to how many queries and keys of each sequence a window and chunks hide none.
+
+    Args:
+        spec: the layer.
+
+    Returns:
+        The shorter of both; 0 where a kernel must keep them anyway. What is captured, or planned by
+        bounds, runs for other lengths, too. Other kernels may round otherwise, where no step may change a
+        bit. A layer's functions are compiled before the first step. Without a causal mask, queries may
+        lie before the first key, in another chunk.
+
+    Examples:
+        >>> all_seen(LayerSpec(num_heads=8, head_size=64, sliding_window=1024))
+        1024
+
+    """
+    widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
+    bounded = spec.graph_capture or spec.length_bounds or (spec.chunk_size and not spec.causal)
+    if not widths or bounded or spec.batch_invariant or spec.variant or spec.mask:
+        return 0
+    return min(widths)

@@ -64,16 +64,6 @@ class TimingModel:
         return tuple(c * unit for c, unit in zip(self.coefficients, units(spec), strict=True))
 
 
-def all_seen(spec: LayerSpec) -> int:
-    """Return up to how many keys of each sequence a layer's window hides none; 0 without a window.
-
-    0, too, where kernels stay for other steps: captured, planned by bounds, or of invariant bits.
-    """
-    stay = spec.graph_capture or spec.length_bounds or spec.batch_invariant
-    limits = [n for n in (spec.sliding_window, spec.chunk_size) if n]
-    return min(limits) if spec.sliding_window and not stay else 0
-
-
 def units(spec: LayerSpec) -> tuple[float, ...]:
     """Return the factor of each term for (1, one row, key, longest key, pair, query) of a layer."""
     if spec.latent is not None:  # absorbed: one latent a key, every head's query as wide

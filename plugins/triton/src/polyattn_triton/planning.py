@@ -17,6 +17,7 @@ from polyattn.kernel import (
     Device,
     LayerSpec,
     Plan,
+    all_seen,
     current_settings,
     over_chosen_pages,
     storage_dtype,
@@ -88,20 +89,6 @@ MERGE = 6
 """And for prefill, of each program that a multiprocessor holds. Of 214 prefills and chunks on an H200 by
 Hopper's own, whole tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6.
 Of 201 by the portable one, whole tiles took 0.73 of the time."""
-
-
-def all_seen(spec: LayerSpec) -> int:
-    """Return up to how many queries and keys of each sequence a window and chunks hide none.
-
-    0: they stay anyway. What is captured, or planned by bounds, runs for other lengths, too; other
-    kernels may round otherwise, where no step may change a bit; a layer's functions are compiled before
-    the first step. Without a causal mask, queries may lie before the first key, in another chunk.
-    """
-    widths = [n for n in (spec.sliding_window, spec.chunk_size) if n]
-    bounded = spec.graph_capture or spec.length_bounds or (spec.chunk_size and not spec.causal)
-    if not widths or bounded or spec.batch_invariant or spec.variant or spec.mask:
-        return 0
-    return min(widths)
 
 
 def chip_of(places: int, heads: int, packed: bool) -> Chip:

@@ -490,8 +490,8 @@ class Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
         batch = self.copy()
         batch.lens = self.seq_lens.tolist()
-        known = "max_seq_len host_lens host_contexts token_positions _covers_queries"
-        for name in known.split():
+        of_lens = "max_seq_len", "host_lens", "host_contexts", "token_positions", "_covers_queries"
+        for name in of_lens:
             batch.__dict__.pop(name, None)
         return batch
 
