@@ -93,7 +93,12 @@ def records() -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    PROOFS.write_text(json.dumps(records(), indent=1) + "\n")
+    """Write the records, each in a line of its own."""
+    backends = (
+        f" {json.dumps(name)}: [\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
+        for name, rows in records().items()
+    )
+    PROOFS.write_text("{\n" + ",\n".join(backends) + "\n}\n")
 
 
 if __name__ == "__main__":
