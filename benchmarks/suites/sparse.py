@@ -51,10 +51,7 @@ V4_ROWS = LayerSpec(
     sparse=SparseSpec(budget=512, tokens_per_entry=4, value_in_key=True),
 )
 V32_ROWS = V4_ROWS.replace(
-    num_heads=128,
-    head_size=576,
-    v_head_size=512,
-    sparse=SparseSpec(budget=2048, value_in_key=True),
+    num_heads=128, head_size=576, v_head_size=512, sparse=SparseSpec(budget=2048, value_in_key=True)
 )
 """`LATENT`'s decode as backends of plain rows take it: absorbed queries, latents of bfloat16."""
 PAGED: dict[str, tuple[Contender, ...]] = {

@@ -50,8 +50,7 @@ def conforms_through(
 @slow
 @pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 @pytest.mark.parametrize(
-    ("backend", "chosen", "least"),
-    [("XLA_SCAN", FEW_RECURRENT, 5), ("PALLAS_ATTN", FEW, 5)],
+    ("backend", "chosen", "least"), [("XLA_SCAN", FEW_RECURRENT, 5), ("PALLAS_ATTN", FEW, 5)]
 )
 def test_views_and_plans_conform_through_torchax(backend: str, chosen: str, least: int) -> None:
     """JAX's functions have no views, and their plans are values: `test_jax_door.py` has their numbers."""

@@ -595,11 +595,7 @@ def on_the_host() -> AbstractContextManager[Any]:
 
 
 def load_backend(
-    info: BackendInfo,
-    spec: LayerSpec,
-    cache: CacheFormat | None,
-    device: Any,
-    base: type[BackendT],
+    info: BackendInfo, spec: LayerSpec, cache: CacheFormat | None, device: Any, base: type[BackendT]
 ) -> BackendT:
     """Import and build a backend. Raises `PluginError`."""
     if not device.is_real:

@@ -86,12 +86,7 @@ def declared(
         ),
     )
     return BackendInfo.of_variants(
-        compiled,
-        interpreter,
-        name=name,
-        priorities=(TESTS, priority),
-        proof=PROVEN,
-        **fields,
+        compiled, interpreter, name=name, priorities=(TESTS, priority), proof=PROVEN, **fields
     )
 
 
@@ -218,8 +213,5 @@ PLATFORM = Platform(
 )
 
 declare(
-    __name__,
-    api_versions=(1, 1),
-    platforms=[PLATFORM],
-    backends=[*ATTENDING, JAX_STORE, JAX_MERGE],
+    __name__, api_versions=(1, 1), platforms=[PLATFORM], backends=[*ATTENDING, JAX_STORE, JAX_MERGE]
 )

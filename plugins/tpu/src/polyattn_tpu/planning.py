@@ -96,11 +96,7 @@ class RecurrentPlan:
 
 
 def plan(
-    step: Any,
-    spec: LayerSpec,
-    *,
-    block_size: int | None = None,
-    buckets: Buckets | None = None,
+    step: Any, spec: LayerSpec, *, block_size: int | None = None, buckets: Buckets | None = None
 ) -> Any:
     """Plan one step for every layer of a spec: a pytree of arrays on JAX's default device.
 

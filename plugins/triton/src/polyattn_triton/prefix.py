@@ -12,15 +12,7 @@ from torch import Tensor
 from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
-from polyattn_triton.launch import (
-    Kept,
-    Site,
-    Workspace,
-    fitting,
-    launches_early,
-    power,
-    to_device,
-)
+from polyattn_triton.launch import Kept, Site, Workspace, fitting, launches_early, power, to_device
 from polyattn_triton.plan import StepPlan
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,

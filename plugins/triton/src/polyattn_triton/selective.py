@@ -51,9 +51,7 @@ def selective_configs(states: int) -> tuple[SelectiveConfig, ...]:
     more = max(1, triton.next_power_of_2(held) // 16)
     return tuple(
         replace(
-            config,
-            channels=max(1, config.channels // groups),
-            ahead=max(1, config.ahead // more),
+            config, channels=max(1, config.channels // groups), ahead=max(1, config.ahead // more)
         )
         for config in SELECTIVE
         if config.channels <= max(32, 128 // more)

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import SpecError
-from polyattn.runtime.functions.pointwise import (
-    Function,
-    Pointwise,
-    example_inputs,
-    function_of,
-)
+from polyattn.runtime.functions.pointwise import Function, Pointwise, example_inputs, function_of
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import FUNCTIONS, TRANSFORMS, AttentionVariant
 

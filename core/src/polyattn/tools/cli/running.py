@@ -264,7 +264,7 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
     say(
         f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
         f"{data['shared_prefix_tokens']} shared by prefix, {data['generated_tokens']} generated, "
-        f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
+        f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}"
     )
     for line in cache_lines(report):
         say(line)
@@ -272,7 +272,7 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
     say(
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
         f"ms, p99 {times['ttft_p99_ms']:.2f} ms; between tokens p50 {times['itl_p50_ms']:.2f} ms, p99 "
-        f"{times['itl_p99_ms']:.2f} ms",
+        f"{times['itl_p99_ms']:.2f} ms"
     )
     for index, tokens in enumerate(report.outputs):
         ids = " ".join(map(str, tokens))
@@ -281,7 +281,7 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         say(f"{clipped} prompts were clipped to the model's longest sequence")
     say(
         f"{data['checked_tokens']} tokens checked against the float64 reference, largest relative "
-        f"error {data['max_error']:.2g}",
+        f"error {data['max_error']:.2g}"
     )
 
 
