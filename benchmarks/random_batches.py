@@ -3,8 +3,8 @@
 python benchmarks/random_batches.py [--batches 100000] [--seconds S] [--device cuda] [--only NAME,NAME]
                                     [--out FILE.json]
 
-What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes on
-where the last one ended, whoever has run least first. On a CPU, FLEX_ATTENTION's kernel would be compiled
+What ran is in the file, a row for each backend and revision: the same command again goes on where the
+last one ended, whoever has run least first. On a CPU, FLEX_ATTENTION's kernel would be compiled
 for each of thousands of layers and shapes, so its definition stands for it, block by block
 (tests/defined_flex.py). Several runs may share a file.
 """
@@ -47,13 +47,25 @@ def piece(name: str, device: Device, count: int) -> dict[str, Any]:
     build = build_here(discover().backends[name], device.platform, 60.0)
     tally = random_batches(build, device, seed, count)
     row: dict[str, Any] = {
-        "date": str(date.today()), "seed": seed, "batches": tally.batches, "layers": tally.layers,
+        "date": str(date.today()), "batches": tally.batches, "layers": tally.layers,
         "with_nan_or_inf": tally.spoilt, "failed": tally.failed,
         "worst_of_tolerance": round(tally.worst, 4), "where": tally.where,
         "cpu_s": round(time.process_time() - before, 1), "wall_s": round(time.time() - began, 1),
     }  # fmt: skip
     row["revision"] = current_commit()
     return row | ({"failures": tally.failures} if tally.failed else {})
+
+
+COUNTS = ("batches", "layers", "with_nan_or_inf", "failed", "cpu_s", "wall_s")
+
+
+def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of two pieces of a revision; it tells where the worse one's worst batch was."""
+    worse = max(one, other, key=lambda row: row["worst_of_tolerance"])
+    found = other | {name: round(one[name] + other[name], 1) for name in COUNTS}
+    found |= {name: worse[name] for name in ("worst_of_tolerance", "where")}
+    failures = [*one.get("failures", ()), *other.get("failures", ())]
+    return found | ({"failures": failures} if failures else {})
 
 
 def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
@@ -69,7 +81,10 @@ def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        found["backends"].setdefault(name, []).append(row)
+        rows = found["backends"].setdefault(name, [])
+        if rows and rows[-1]["revision"] == row["revision"]:
+            row = together(rows.pop(), row)
+        rows.append(row)
         whole = out.with_suffix(".new")
         whole.write_text(json.dumps(found, indent=1) + "\n")
         whole.replace(out)  # others read it meanwhile
