@@ -212,8 +212,11 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def write(data: dict[str, Any], path: Path) -> None:
-    """Write a table whole or not at all; a reader meanwhile sees the old one."""
+    """Write a table, a model in a line, whole or not at all; a reader meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    models = ",\n".join(f"  {json.dumps(model)}" for model in data["models"])
+    head = json.dumps(data | {"models": None}, indent=1)
+    text = head.replace('"models": null', f'"models": [\n{models}\n ]')
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
