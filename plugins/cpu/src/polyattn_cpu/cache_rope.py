@@ -34,6 +34,6 @@ def turned_in_cache(
         at_place = at_place * in_cache.query_scale[:, None, None]
     if not spec.sink_tokens or spec.sliding_window is None:
         return at_place, rotated
-    kept = (positions < spec.sink_tokens)[None, :, None]
-    wide = torch.cat([rotated.masked_fill(kept, 0.0), rotated.masked_fill(~kept, 0.0)], dim=2)
+    sink = (positions < spec.sink_tokens)[None, :, None]
+    wide = torch.cat([rotated.masked_fill(sink, 0.0), rotated.masked_fill(~sink, 0.0)], dim=2)
     return torch.cat([at_place, in_cache.applied_to_query(query)], dim=2), wide

@@ -61,7 +61,7 @@ def gated_scan(
     groups, each = q.shape[1], heads // q.shape[1]
     # Made once: fresh memory for every chunk would cost more, in page faults, than the arithmetic.
     empty, most = state.new_empty, min(GATED_CHUNK, tokens)
-    given_, x_ = empty(most, heads, size), empty(most, heads, size)
+    v_, x_ = empty(most, heads, size), empty(most, heads, size)
     before_ = empty(groups, most, each * size)
     for start in range(0, tokens, GATED_CHUNK):
         rows = slice(start, min(start + GATED_CHUNK, tokens))
@@ -69,7 +69,7 @@ def gated_scan(
         if start == 0 or count < most:
             weights_, within_ = empty(heads, count, count), empty(heads, count, size)
             before_ = empty(groups, count, each * size)
-        given, x = given_[:count].copy_(v[rows]), x_[:count]
+        vc, x = v_[:count].copy_(v[rows]), x_[:count]
         qc, kc = (t[rows].to(state.dtype).transpose(0, 1) for t in (q, k))
         _, total = _logs(g[rows], 0)
         last = total[-1]
@@ -82,13 +82,13 @@ def gated_scan(
             factor.mul_(dt[rows])
         if skip is not None:
             weights.diagonal(dim1=1, dim2=2).add_(skip[:, None])
-        within = torch.bmm(weights, given.transpose(0, 1), out=within_)
+        within = torch.bmm(weights, vc.transpose(0, 1), out=within_)
         before = torch.bmm(qc, state, out=before_).view(groups, count, each, size)
         since = total.clamp(min=LEAST).exp_().to(state.dtype)
         before.mul_(since.view(count, groups, each, 1).transpose(0, 1))
         before.add_(within.view(groups, each, count, size).transpose(1, 2))
         out[rows] = before.transpose(0, 1).reshape(count, heads, size)
-        torch.mul(given, factor[..., None], out=x)
+        torch.mul(vc, factor[..., None], out=x)
         state.view(groups, -1, each, size).mul_(since[-1].view(groups, 1, each, 1))
         state.baddbmm_(kc.transpose(1, 2), x.view(count, groups, -1).transpose(0, 1))
 

@@ -90,10 +90,10 @@ def pieces(
             *(np.broadcast_to(np.maximum(bound, first), at.shape)[:, None] for bound in bounds)
         )
         near = ranges.near_stop > ranges.near_start
-        kept = np.arange(ranges.kept_start.min(), ranges.kept_stop.max())
+        sinks = np.arange(ranges.kept_start.min(), ranges.kept_stop.max())
         lowest = ranges.near_start[near].min() if near.any() else 0
         highest = ranges.near_stop[near].max() if near.any() else 0
-        keys = np.union1d(kept, np.arange(lowest, highest))
+        keys = np.union1d(sinks, np.arange(lowest, highest))
         if not len(keys):
             continue
         seen = (keys >= ranges.kept_start) & (keys < ranges.kept_stop)

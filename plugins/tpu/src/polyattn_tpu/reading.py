@@ -69,8 +69,8 @@ def reads_of(spec: LayerSpec, plan: AttentionPlan, batch: Batch, page: int) -> R
         cap = np.maximum(end, -(-ranges.kept_stop // keys))
     parts = [(begin, end)]
     if spec.sink_tokens:
-        kept = ranges.kept_start // keys, -(-ranges.kept_stop // keys)
-        parts = [kept, (np.maximum(begin, kept[1]), end)]
+        sinks = ranges.kept_start // keys, -(-ranges.kept_stop // keys)
+        parts = [sinks, (np.maximum(begin, sinks[1]), end)]
     read = [
         np.stack([count, part_begin * keys, np.minimum(part_end, cap) * keys])
         for part_begin, part_end in parts

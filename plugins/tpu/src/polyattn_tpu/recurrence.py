@@ -57,9 +57,9 @@ def recur(
 
         def one(carry: tuple[Array, Array], x: Any) -> tuple[tuple[Array, Array], Array]:
             state, states = carry
-            given, count, at, first, last, fresh = x
+            inputs, count, at, first, last, fresh = x
             state = jnp.where(first, begin(fresh, at, states), state)
-            out, state = chunk(spec, given, params, count, state)
+            out, state = chunk(spec, inputs, params, count, state)
             where = jnp.where(last, at, slots)
             return (state, states.at[where].set(state.astype(states.dtype), mode="drop")), out
 
@@ -129,17 +129,17 @@ def _short_conv(
 ) -> tuple[Array, Array]:
     assert spec.recurrent is not None
     width = spec.recurrent.conv_width
-    given = x["x"]
-    given = jnp.where(_real(count, given.shape[0])[:, None], given, 0)
-    window = jnp.concatenate([state.T.astype(given.dtype), given])
-    taps = [window[w : w + given.shape[0]].astype(jnp.float32) for w in range(width)]
+    tokens = x["x"]
+    tokens = jnp.where(_real(count, tokens.shape[0])[:, None], tokens, 0)
+    window = jnp.concatenate([state.T.astype(tokens.dtype), tokens])
+    taps = [window[w : w + tokens.shape[0]].astype(jnp.float32) for w in range(width)]
     out = sum(tap * params["weight"][:, w] for w, tap in enumerate(taps))
     if "bias" in params:
         out = out + params["bias"]
     out = jax.nn.silu(out) if spec.recurrent.activation == "silu" else out
     # The last real tokens; padding doesn't shift them out.
-    kept = lax.dynamic_slice_in_dim(window, count, width - 1)
-    return out, kept.T.astype(state.dtype)
+    last = lax.dynamic_slice_in_dim(window, count, width - 1)
+    return out, last.T.astype(state.dtype)
 
 
 def _mamba1(
@@ -163,10 +163,10 @@ def _mamba2(
     spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
 ) -> tuple[Array, Array]:
     dt = _step_size(spec, x["dt"], params, count)
-    given = _masked(x["x"], count)
+    x_in = _masked(x["x"], count)
     b, c = (_spread(_masked(x[name], count), spec.num_heads) for name in ("B", "C"))
-    out, state = _decayed(c, b, dt[..., None] * given, dt * params["A"], state.transpose(0, 2, 1))
-    out = out + params["D"][:, None] * given if "D" in params else out
+    out, state = _decayed(c, b, dt[..., None] * x_in, dt * params["A"], state.transpose(0, 2, 1))
+    out = out + params["D"][:, None] * x_in if "D" in params else out
     return out, state.transpose(0, 2, 1)
 
 

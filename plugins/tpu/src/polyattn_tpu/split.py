@@ -57,11 +57,11 @@ class Split:
         self.shapes: list[tuple[int, ...]] = []
         self.depends: list[frozenset[str]] = []
         self.known: dict[int, Any] = {}
-        given = [self._new(var.aval.shape) for var in closed.jaxpr.invars]
+        numbers = [self._new(var.aval.shape) for var in closed.jaxpr.invars]
         for at, place in enumerate(PLACES):
-            self.depends[given[at]] = frozenset({place})
-        self.given = given
-        outs = iter(self._read(closed.jaxpr, closed.consts, given))
+            self.depends[numbers[at]] = frozenset({place})
+        self.given = numbers
+        outs = iter(self._read(closed.jaxpr, closed.consts, numbers))
         self.results = [None if r is None else next(outs) for r in made]
         self.maker = {out: op for op in self.ops for out in op.outs}
         self.taken = self._taken()

@@ -192,15 +192,15 @@ class AlikeAttention(PlannedAttention):
             few &= False
         least = tile_config(self.spec, self.device.arch, "few").block_m
         height = np.where((queries > 1) & (rows > LOW), TALLEST_FEW, np.maximum(rows, least))
-        found: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
+        classes: Ints = 1 << np.ceil(np.log2(height)).astype(np.int64)
         if not few.all():
             tall, config = ~few, self.prefill_config
             tiles = -(-rows[tall] // config.block_m) * self.spec.num_kv_heads
             seen = most_keys(self.spec, lens[tall], queries[tall])
-            found[tall] = -pieces_of(tiles, seen, self.num_sms)
+            classes[tall] = -pieces_of(tiles, seen, self.num_sms)
             if self.hopper is None or self.hopper.by_token:
-                found[tall & (found == WHOLE) & (lens == queries)] = FRESH
-        return found
+                classes[tall & (classes == WHOLE) & (lens == queries)] = FRESH
+        return classes
 
     def _plan_class(
         self, batch: Batch, kind: int, mine: Ints, portable: bool = False, beside: int = 0

@@ -581,10 +581,10 @@ def _site(
     `packed`: keys by token, one "block" of them all. `fused`: products and sums may be one operation.
     """
     q, k, v, out = strides
-    kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
+    of_keys = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
     return Site(
         kernel,
-        (*q[:2], *kept, *out[:2]),
+        (*q[:2], *of_keys, *out[:2]),
         constants,
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
         | ({} if fused else UNFUSED),

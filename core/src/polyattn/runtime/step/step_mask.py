@@ -376,7 +376,7 @@ def _columns(device: Any, **columns: list[int]) -> dict[str, Tensor]:
 
 
 def step_inputs(
-    given: Mapping[str, Any] | None,
+    inputs: Mapping[str, Any] | None,
     mask: StepMask | None,
     query_lens: list[int],
     lens: list[int],
@@ -384,9 +384,9 @@ def step_inputs(
 ) -> dict[str, Tensor]:
     """Return a batch's inputs by name, on its device, with its mask's tensors. Raises `BatchError`."""
     tensors = {}
-    if given is not None and not isinstance(given, Mapping):
-        raise BatchError(f"inputs={shown(given)} must map names to tensors or numbers")
-    for name, value in (given or {}).items():
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise BatchError(f"inputs={shown(inputs)} must map names to tensors or numbers")
+    for name, value in (inputs or {}).items():
         if not isinstance(name, str):
             raise BatchError(f"inputs has {shown(name)}; its keys are the variant's names")
         tensor = as_tensor(f"inputs[{name!r}]", value)

@@ -71,13 +71,13 @@ def compiler() -> list[str]:
         if not shutil.which(command[0]):
             raise BuildError(f"CXX={named!r} is not an executable; install it or unset CXX")
         return command
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    if found is None:
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if compiler is None:
         raise BuildError(
             f"no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH; install one "
             "(Debian: apt install g++)"
         )
-    return [found]
+    return [compiler]
 
 
 def machine() -> str:

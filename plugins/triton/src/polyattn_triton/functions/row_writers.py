@@ -141,8 +141,8 @@ class _Source:
             return text, 0
         count, kind = _power(len(node.what)), self.trace.nodes[node.args[0]].kind
         text = f"{text}.to(tl.int32)" if kind == "bool" else text
-        found = f"tl.gather({text}, {self._table(node.what, count)}, 0)"
-        return self._put(f"{found} != 0" if kind == "bool" else found), count
+        text = f"tl.gather({text}, {self._table(node.what, count)}, 0)"
+        return self._put(f"{text} != 0" if kind == "bool" else text), count
 
     def _first(self, text: str, n: int, count: int) -> str:
         """Take the first entries of a vector that has more."""

@@ -358,9 +358,9 @@ def rotate_and_store(
         scale is not None, biased, keep, dtype != query.dtype, dtype == torch.int8,
         cache.value_in_key, scales, None if norms is None else norms.over,
     )  # fmt: skip
-    given = (params.k_scale, params.v_scale)
+    pair = (params.k_scale, params.v_scale)
     # What isn't read needs something to stand in its place.
-    numbers, tensors = ((1.0, 1.0), given) if scales else (given, (out, out))
+    numbers, tensors = ((1.0, 1.0), pair) if scales else (pair, (out, out))
     q_tile, k_tile = constants[13], constants[14]
     # An argument that a constant marks as absent is never read, but needs a placeholder.
     turns = out if rotation is None else rotation.turns
