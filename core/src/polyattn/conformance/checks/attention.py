@@ -23,8 +23,7 @@ from polyattn.workload.steps import Lengths, batches
 
 def numeric(case: Case, harness: Harness) -> None:
     """Output and LSE agree with the float64 reference; unused cache is NaN throughout."""
-    layer = harness.layer(case.spec)
-    harness.step(layer, case.batch, numbers=case.inputs).check()
+    harness.work(case, numbers=case.inputs).check()
 
 
 def refusal(case: Case, harness: Harness) -> None:
@@ -37,16 +36,14 @@ def refusal(case: Case, harness: Harness) -> None:
 def layout(case: Case, harness: Harness) -> None:
     """Every claimed physical layout works, with every feature. The label begins with its name."""
     name = case.label.split()[0]
-    layer = harness.layer(case.spec, layout=name)
-    inputs = harness.step(layer, case.batch)
+    inputs = harness.work(case, layout=name)
     assert inputs.cache is not None and inputs.cache.layout == name
     inputs.check()
 
 
 def packed(case: Case, harness: Harness) -> None:
     """K and V may be views into one storage, packed per block."""
-    layer = harness.layer(case.spec)
-    harness.step(layer, case.batch, packed=True).check()
+    harness.work(case, packed=True).check()
 
 
 def shared(case: Case, harness: Harness) -> None:
@@ -63,14 +60,12 @@ def shared(case: Case, harness: Harness) -> None:
 
 def skipped(case: Case, harness: Harness) -> None:
     """Slot -1 stores nothing: the cache has those tokens' keys already, and they count."""
-    layer = harness.layer(case.spec)
-    harness.step(layer, case.batch, skipped=True).check()
+    harness.work(case, skipped=True).check()
 
 
 def stale(case: Case, harness: Harness) -> None:
     """No backend reads entries of a block table past a sequence's length."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
+    inputs = harness.work(case)
     before = inputs.check().clone()
     assert inputs.cache is not None
     for batch in with_stale_tables(inputs.batch, inputs.cache.block_size):
@@ -99,11 +94,10 @@ def with_stale_tables(batch: Batch, block_size: int) -> list[Batch]:
 
 def out(case: Case, harness: Harness) -> None:
     """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
+    inputs = harness.work(case)
     expected = inputs.check().clone()
     wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
-    result = layer(*inputs.inputs, inputs.batch, out=wide[1:-1])
+    result = inputs.layer(*inputs.inputs, inputs.batch, out=wide[1:-1])
     assert result.data_ptr() == wide[1:-1].data_ptr(), "out= was given, and another came back"
     assert output_error(wide[1:-1], expected) <= 1e-2
     assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
@@ -111,8 +105,7 @@ def out(case: Case, harness: Harness) -> None:
 
 def strided(case: Case, harness: Harness) -> None:
     """Query, key and value may be slices of one fused projection."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
+    inputs = harness.work(case)
     fused = []
     for name in ("query", "key", "value"):
         tensor = getattr(inputs, name)
@@ -215,20 +208,18 @@ def taken_apart(batch: Batch, block_size: int) -> tuple[Batch, Batch]:
 
 def rescaled(case: Case, harness: Harness) -> None:
     """What is written into a scale's tensor counts for the next step, under one plan, too."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
-    plan = layer.plan(inputs.batch)
+    inputs = harness.work(case)
+    plan = inputs.layer.plan(inputs.batch)
     for factor in (1.0, 1.75, 0.5):
         for name in sorted(used_scales(case.spec)):  # what scales nothing stays 1
-            layer.scales.tensors[name].weight.tensor.mul_(factor)
+            inputs.layer.scales.tensors[name].weight.tensor.mul_(factor)
         inputs.but().check(f"scales times {factor}: ", plan)
 
 
 def isolation(case: Case, harness: Harness) -> None:
     """Whatever one request's keys, values and queries hold never reaches another, bit for bit."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
-    batch, form = inputs.batch, layer.group.cache_format
+    inputs = harness.work(case)
+    batch, form = inputs.batch, inputs.layer.group.cache_format
     before = inputs.check().clone()
     longest = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i] > 0, batch.lens[i]))
     new = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i], batch.lens[i]))
@@ -258,8 +249,7 @@ def isolation(case: Case, harness: Harness) -> None:
 
 def deterministic(case: Case, harness: Harness) -> None:
     """The same inputs give the same bits."""
-    layer = harness.layer(case.spec)
-    inputs = harness.step(layer, case.batch)
+    inputs = harness.work(case)
     first = inputs.check().clone()
     for _ in range(3):
         assert torch.equal(inputs.run(), first)
@@ -267,9 +257,8 @@ def deterministic(case: Case, harness: Harness) -> None:
 
 def addressed(case: Case, harness: Harness) -> None:
     """Short steps run by their tensors' addresses, in every shape."""
-    layer = harness.layer(case.spec)
-    work = harness.step(layer, case.batch)
-    step = layer.group.plan(work.batch)
+    work = harness.work(case)
+    step = work.layer.group.plan(work.batch)
     assert isinstance(step, AttentionStep) and work.key is not None and work.value is not None
     if not step.calls:
         return
@@ -285,5 +274,5 @@ def addressed(case: Case, harness: Harness) -> None:
     lse = None
     if case.spec.needs_lse:
         lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
-    run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
+    run(*(t.view(1, *t.shape) for t in tensors), work.layer.params, out.view(1, *out.shape), lse)
     work.compare(out, lse, "by addresses: ")

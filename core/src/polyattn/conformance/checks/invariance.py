@@ -52,8 +52,7 @@ def same_bits(result: Tensor, expected: Tensor, what: str) -> None:
 
 def regrouped(case: Case, harness: Harness) -> None:
     """A request has the same bits, LSE and state in any batch, at any place, in any pages."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     out = step.check().clone()
     lse, states = _kept(step)
     queries, lens = lens_of(step.lengths)

@@ -81,8 +81,7 @@ def strided_heads(case: Case, harness: Harness) -> None:
 
 def wide_table(case: Case, harness: Harness) -> None:
     """The block table may be a slice of a wider one, and have no column to spare."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch, spare=0)
+    step = harness.work(case, spare=0)
     batch, table = step.batch, step.batch.block_table
     step.check("a table without a spare column: ")
     wide = torch.full((len(table) + 2, table.shape[1] + 5), int(table.max())).to(table)
@@ -90,14 +89,14 @@ def wide_table(case: Case, harness: Harness) -> None:
     sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
     step.but(batch=sliced).check("a slice of a wider table: ")
     # Its blocks are written where the first step's were.
-    other = harness.step(layer, case.batch, spare=0)
+    other = harness.step(step.layer, case.batch, spare=0)
     table.copy_(other.batch.block_table)
     again = Batch(batch.starts, batch.lens, table, other.batch.slot_mapping)
     other.but(batch=again).check("a table that is written again: ")
     size = step.cache.block_size
     for columns in COLUMNS:
         lengths = [(1, columns * size), (1, 1), (min(3, size), size)]
-        harness.step(layer, lengths, spare=0).check(f"a table of {columns} columns: ")
+        harness.step(step.layer, lengths, spare=0).check(f"a table of {columns} columns: ")
 
 
 def far_blocks(case: Case, harness: Harness) -> None:
@@ -196,14 +195,13 @@ def _rewind(step: Workload, states: Tensor | None) -> None:
 
 def reassigned(case: Case, harness: Harness) -> None:
     """A new scale counts from the next step on, also under the same plan."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     step.check("", step.plan)
     for factor in (1.75, 0.5):
         for name in sorted(used_scales(case.spec)):
-            tensor = layer.scales.tensors.get(name)
-            old = getattr(layer, name) if tensor is None else tensor.weight.tensor
-            setattr(layer, name, old * factor)
+            tensor = step.layer.scales.tensors.get(name)
+            old = getattr(step.layer, name) if tensor is None else tensor.weight.tensor
+            setattr(step.layer, name, old * factor)
         step.but().check(f"scales assigned again, times {factor}: ", step.plan)
 
 

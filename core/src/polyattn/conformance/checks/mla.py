@@ -8,7 +8,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases.mla import further
 from polyattn.conformance.harness.base import Harness
 from polyattn.workload.pages import copied, spoiled
-from polyattn.workload.steps import batches, pairs
+from polyattn.workload.steps import Lengths, batches
 
 
 def latent(case: Case, harness: Harness) -> None:
@@ -29,12 +29,8 @@ def latent_absorbed(case: Case, harness: Harness) -> None:
 
 def latent_plans(case: Case, harness: Harness) -> None:
     """Plans and layers in turn: each plan's own batch, each layer's own weights and cache."""
-    group = harness.group(case.spec)
-    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
-    few = [(1, 3), (1, 40), (1, 25)]
-    firsts = [harness.step(layers[0], lengths) for lengths in (case.batch, few, few)]
-    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
-    plans = [group.plan(step.batch) for step in firsts]
+    few: Lengths = [(1, 3), (1, 40), (1, 25)]
+    steps, plans = harness.interleaved(case.spec, (case.batch, few, few))
     for index in (0, 1, 2, 0, 2, 1):
         for number, step in enumerate(steps[index], 1):
             step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
@@ -51,8 +47,7 @@ def latent_shared(case: Case, harness: Harness) -> None:
 
 def latent_isolation(case: Case, harness: Harness) -> None:
     """Whatever one request's latents and queries hold never reaches another, bit for bit."""
-    layer, how = harness.layer(case.spec), case.label.split()[-1]
-    inputs = harness.step(layer, case.batch)
+    inputs, how = harness.work(case), case.label.split()[-1]
     batch = inputs.batch
     before = inputs.check().clone()
     assert batch.block_table is not None

@@ -23,7 +23,7 @@ from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.group import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.workload.pages import bits, spoiled
-from polyattn.workload.steps import RECURRENT, Lengths, pairs
+from polyattn.workload.steps import RECURRENT, Lengths
 
 Refilled = tuple[RecurrentWorkload, Tensor, StateCache]
 """A step, and what a captured plan left of it: output and states."""
@@ -67,8 +67,7 @@ def pieces(case: Case, harness: Harness) -> None:
 
 def state_isolation(case: Case, harness: Harness) -> None:
     """Whatever one sequence's state and tokens hold never reaches another, bit for bit."""
-    layer, how = harness.layer(case.spec), case.label.split()[-1]
-    step = harness.step(layer, case.batch)
+    step, how = harness.work(case), case.label.split()[-1]
     start = step.states.data.clone()
     before = step.check().clone()
     ended, batch = step.states.data.clone(), step.batch
@@ -88,7 +87,7 @@ def state_isolation(case: Case, harness: Harness) -> None:
         after = step.but(states=StateCache(states), tokens=tokens).run()
         same = step.real_rows()
         same[rows] = False
-        what = "state" if part < 0 else list(layer.form.inputs)[part]
+        what = "state" if part < 0 else list(step.layer.form.inputs)[part]
         what = f"sequence {victim}'s {what} ({how})"
         assert torch.equal(after[same], before[same]), f"{what} reached another sequence's output"
         others = [s for s in step.used if s != slot]
@@ -151,26 +150,24 @@ def rejected_drafts(case: Case, harness: Harness) -> None:
 
 def recurrent_out(case: Case, harness: Harness) -> None:
     """`out=` may be a view into a larger tensor; without it an output is its caller's alone."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     start = step.states.data.clone()
     expected = step.check().clone()
     step.states.data.copy_(start)
     wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
-    layer(*step.tokens, states=step.states, plan=step.batch, out=wide[1:-1])
+    step.layer(*step.tokens, states=step.states, plan=step.batch, out=wide[1:-1])
     rows = step.real_rows()
     assert torch.equal(wide[1:-1][rows], expected[rows])
     step.states.data.copy_(start)
-    new = layer(*step.tokens, states=step.states, plan=step.batch)
-    layer(*step.tokens, states=step.states, plan=step.batch)  # from other states
+    new = step.layer(*step.tokens, states=step.states, plan=step.batch)
+    step.layer(*step.tokens, states=step.states, plan=step.batch)  # from other states
     assert torch.equal(new[rows], expected[rows]), f"{step.who} wrote an earlier call's output"
     assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
 
 
 def recurrent_strided(case: Case, harness: Harness) -> None:
     """Inputs may be slices of one fused projection, and may have gaps between neighbours."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     whole, start = step.tokens, step.states.data.clone()
     wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in whole]
     step.tokens = [
@@ -184,22 +181,15 @@ def recurrent_strided(case: Case, harness: Harness) -> None:
 
 def recurrent_plans(case: Case, harness: Harness) -> None:
     """Plans and layers in turn: each plan's own sequences, each layer's own parameters and states."""
-    group = harness.group(case.spec)
-    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
-    few = [(1, 9), (3, 3), (1, 1), (7, 20)]
-    batches = (case.batch, few, few, "tokens")
-    firsts = [harness.step(layers[0], lengths) for lengths in batches]
-    plans = [group.plan(step.batch) for step in firsts]
-    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
+    few: Lengths = [(1, 9), (3, 3), (1, 1), (7, 20)]
+    steps, plans = harness.interleaved(case.spec, (case.batch, few, few, "tokens"))
     for index in (0, 1, 2, 3, 1, 0):
-        for number in range(len(layers)):
-            step = steps[index][number]
+        for number, step in enumerate(steps[index], 1):
             states = step.states.data
             states[step.used] = recurrent_state(
                 case.spec, (len(step.used), *states.shape[1:]), harness.dice.generator
             ).to(states)
-            label = f"plan {index + 1}, layer {number + 1}, interleaved: "
-            step.check(label, plans[index])
+            step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
 
 
 def recurrent_graph(case: Case, harness: Harness) -> None:

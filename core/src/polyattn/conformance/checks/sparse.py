@@ -19,33 +19,28 @@ from polyattn.workload.steps import pairs
 
 def sparse(case: Case, harness: Harness) -> None:
     """Chosen keys alone count, each as often as it was named; twice the same bits."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     before = step.check().clone()
     assert torch.equal(step.run(), before), "the same choice twice gave other bits"
 
 
 def sparse_plans(case: Case, harness: Harness) -> None:
     """Plans and layers in turn, each with a choice of its own; then one over another cache too."""
-    group = harness.group(case.spec)
-    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
-    firsts = [harness.step(layers[0], step) for step in (case.batch, [(1, 3), (7, 40), (1, 25)])]
-    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
-    plans = [group.plan(step.batch) for step in firsts]
+    steps, plans = harness.interleaved(case.spec, (case.batch, [(1, 3), (7, 40), (1, 25)]))
     for index in (0, 1, 0):
         for number, step in enumerate(steps[index], 1):
             step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
-    first, elsewhere = firsts[0], harness.step(layers[1], pairs(firsts[0].batch))
+    first, second = steps[0]
+    elsewhere = harness.step(second.layer, pairs(first.batch))
     first.run(plans[0])
     elsewhere.but(choice=first.choice).check("the choice of the layer before it: ")
 
 
 def sparse_others(case: Case, harness: Harness) -> None:
     """Keys that aren't chosen, and keys of other requests, reach no output."""
-    layer = harness.layer(case.spec)
-    step = harness.step(layer, case.batch)
+    step = harness.work(case)
     before = step.check().clone()
-    other = harness.step(layer, step.lengths, like=step)
+    other = harness.step(step.layer, step.lengths, like=step)
     few = step.but(choice=step.choice.clone())
     few.choice[:, :, 1:] = -1
     one = few.check("one group a token: ").clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -10,20 +11,20 @@ from typing import Any
 import torch
 
 from polyattn.api import select
-from polyattn.conformance.case import served_phases
+from polyattn.conformance.case import Case, served_phases
 from polyattn.device import Device
 from polyattn.registry.capabilities import SERVICES
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.machine import build_here
-from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.selection.selection import Selection
 from polyattn.settings import current_settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import family_of, workload
 from polyattn.workload.dice import Dice
-from polyattn.workload.steps import RECURRENT, Lengths, batches, reaching
+from polyattn.workload.steps import RECURRENT, Lengths, batches, pairs, reaching
 
 
 class Harness:
@@ -89,6 +90,20 @@ class Harness:
             form = layer.group.cache_format
             lengths = named(lengths, layer.spec, form.block_size if form else 16)
         return workload(layer, lengths, self.dice, step=how)
+
+    def work(self, case: Case, layout: str | None = None, **how: Any) -> Any:
+        """Return a case's own step, of a fresh layer; `how`: the family's own options."""
+        return self.step(self.layer(case.spec, layout), case.batch, **how)
+
+    def interleaved(
+        self, spec: LayerSpec, batches: Sequence[Lengths | str]
+    ) -> tuple[list[list[Any]], list[StepPlan]]:
+        """Return these steps, each of two layers that share a group, and their plans."""
+        group = self.group(spec)
+        one, other = [self.layer(spec, group=group) for _ in range(2)]
+        firsts = [self.step(one, lengths) for lengths in batches]
+        steps = [[step, self.step(other, pairs(step.batch), like=step)] for step in firsts]
+        return steps, [group.plan(step.batch) for step in firsts]
 
 
 def named(name: str, spec: LayerSpec, block: int) -> Lengths:
