@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.base import Harness, block_size
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, PackedStrides
@@ -49,9 +49,7 @@ def packed(case: Case, harness: Harness) -> None:
 def shared(case: Case, harness: Harness) -> None:
     """Sequences may have their first blocks in common, as those with one prefix do."""
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches("shared", form.block_size)
+    lengths = batches("shared", block_size(layer))
     if case.batch == "decode":
         lengths = [(1, length) for _, length in lengths]
     everybody = SharedRun(tuple(range(len(lengths))), 0, 2)
@@ -122,8 +120,7 @@ def plans(case: Case, harness: Harness) -> None:
     Some have equal lengths and other tables, or other lengths in the same table.
     """
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    few = batches(case.batch, form.block_size if form else 16)[::-1][:4]
+    few = batches(case.batch, block_size(layer))[::-1][:4]
     lengths: list[Lengths | str] = [case.batch, few]
     if case.spec.cached:
         lengths += [few, batches_of_ones(few)]
@@ -170,7 +167,7 @@ def context(case: Case, harness: Harness) -> None:
     """
     layer = harness.layer(case.spec)
     group, form = layer.group, layer.group.cache_format
-    lengths = batches(case.batch, form.block_size if form else 16)
+    lengths = batches(case.batch, block_size(layer))
     if form is not None:  # rows of one token are decodes, which another backend may serve
         lengths = [pair for pair in lengths if pair[0] > 1]
     inputs = harness.step(layer, lengths)

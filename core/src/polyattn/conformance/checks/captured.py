@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.base import Harness, block_size
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import PageStrides
@@ -42,8 +42,7 @@ def mixed_reuse(case: Case, harness: Harness) -> None:
 
 def mixed_refills(harness: Harness, layer: Any) -> Iterator[Refilled]:
     """Return mixed steps with a captured plan's results."""
-    form = layer.group.cache_format
-    buffers = MixedBuffers(SIZE, 64, form.block_size, harness.torch_device)
+    buffers = MixedBuffers(SIZE, 64, block_size(layer), harness.torch_device)
     return _refills(harness, layer, buffers, STEPS)
 
 
@@ -162,13 +161,11 @@ def bounds(case: Case, harness: Harness) -> None:
     """A plan by bounds serves all lengths on the device, padding rows included."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the plan's lengths are bounds
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
+    lengths = batches(case.batch, block_size(layer))
     work = harness.step(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
     batch = work.batch
     assert batch.block_table is not None
-    longest = batch.block_table.shape[1] * form.block_size
+    longest = batch.block_table.shape[1] * block_size(layer)
     bounded = Batch.on_buffers(
         batch.starts,
         [longest] * batch.num_seqs,

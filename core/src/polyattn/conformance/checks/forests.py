@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.base import Harness, block_size
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import AttentionBackend
@@ -33,11 +33,10 @@ def forest_reuse(case: Case, harness: Harness) -> None:
     """A plan that was captured for steps that may share holds each later step's runs, or none."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    small = [name for name in FORESTS if len(forest_of(name, form.block_size)[1]) <= 8]
-    most = 12 * form.block_size
-    buffers = StepBuffers(8, 1, most, form.block_size, harness.torch_device, sharing=True)
+    block = block_size(layer)
+    small = [name for name in FORESTS if len(forest_of(name, block)[1]) <= 8]
+    most = 12 * block
+    buffers = StepBuffers(8, 1, most, block, harness.torch_device, sharing=True)
     captured = _backend(layer).plan(buffers.batch([most] * 8))
     for name in (*small, case.batch):
         work, levels = _step(layer, name, harness)
@@ -51,8 +50,6 @@ def forest_reuse(case: Case, harness: Harness) -> None:
 def forest_graph(case: Case, harness: Harness) -> None:
     """A graph that was captured for steps that may share serves any of them, and steps that don't."""
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
 
     def step(plans, query):  # type: ignore[no-untyped-def]
         return layer(query, None, None, cache, plans[layer.group])
@@ -60,7 +57,7 @@ def forest_graph(case: Case, harness: Harness) -> None:
     steps = [_step(layer, name, harness) for name in FORESTS]
     blocks = max(work.cache.num_blocks for work, _ in steps if work.cache is not None)
     cache = layer.group.allocate_cache(blocks)
-    graphs = StepGraphs([layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True)
+    graphs = StepGraphs([layer.group], step, [8, 96], 12 * block_size(layer), shared_prefix=True)
     graphs.capture({"query": steps[0][0].query})
     for work, levels in (*steps, steps[0]):
         held = work.remembered().held
@@ -77,15 +74,13 @@ def _step(layer: Attention, name: str, harness: Harness) -> tuple[AttentionWorkl
 
     With "appends", a row has up to four new tokens of its own.
     """
-    form = layer.group.cache_format
-    assert form is not None
-    forest, _, appends = name.partition(", ")
-    levels, lens = forest_of(forest, form.block_size)
+    block, (forest, _, appends) = block_size(layer), name.partition(", ")
+    levels, lens = forest_of(forest, block)
     queries = [1] * len(lens)
     if appends:
         shared = dict.fromkeys(range(len(lens)), 0)
         for run in (run for level in levels for run in level):
-            shared |= dict.fromkeys(run.rows, (run.first + run.count) * form.block_size)
+            shared |= dict.fromkeys(run.rows, (run.first + run.count) * block)
         queries = [max(1, min(1 + row % 4, n - shared[row])) for row, n in enumerate(lens)]
     return harness.step(layer, list(zip(queries, lens, strict=True)), shared=levels), levels
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn.conformance.case import Case
 from polyattn.conformance.checks.captured import captured_lengths, mixed_refills, refills
 from polyattn.conformance.checks.recurrent import recurrent_refills
-from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.base import Harness, block_size
 from polyattn.families.attention import specified as bits_of
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.cache.state_cache import StateCache
@@ -106,9 +106,9 @@ def planned_alike(case: Case, harness: Harness) -> None:
             same_bits(out[real], now.run()[real], "by a captured plan, and eagerly")
             same_bits(states.data[scan.used], now.states.data[scan.used], "the states so")
         return
-    mixed, form = case.spec.graph_capture is GraphCapture.ANY, layer.group.cache_format
-    assert form is not None
-    step = harness.step(layer, case.batch if mixed else captured_lengths(case, form.block_size))
+    mixed = case.spec.graph_capture is GraphCapture.ANY
+    lengths = case.batch if mixed else captured_lengths(case, block_size(layer))
+    step = harness.step(layer, lengths)
     captured = step.check().clone()
     same_bits(step.but(layer=eager).run(), captured, "planned for a graph, and not")
     steps = mixed_refills(harness, layer) if mixed else refills(case, harness, layer)
@@ -137,9 +137,7 @@ class Told:
 
     def __init__(self, case: Case, harness: Harness, shared: bool = False):
         self.layer, self.dice = harness.layer(case.spec), harness.dice
-        form = self.layer.group.cache_format
-        assert form is not None
-        self.block = form.block_size
+        self.block = block_size(self.layer)
         self.totals = told_lengths(case.batch, self.block)
         how: dict[str, Any] = {}
         if shared and case.spec.kind.is_latent:

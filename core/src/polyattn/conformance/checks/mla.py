@@ -6,7 +6,7 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.mla import further
-from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.base import Harness, block_size
 from polyattn.workload.pages import copied, spoiled
 from polyattn.workload.steps import Lengths, batches
 
@@ -39,9 +39,7 @@ def latent_plans(case: Case, harness: Harness) -> None:
 def latent_shared(case: Case, harness: Harness) -> None:
     """Sequences may have their first blocks in common."""
     layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = [(1, length) for _, length in batches("shared", form.block_size)]
+    lengths = [(1, length) for _, length in batches("shared", block_size(layer))]
     harness.step(layer, lengths, shared=2).check()
 
 

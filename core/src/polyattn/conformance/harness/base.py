@@ -87,8 +87,7 @@ class Harness:
     def step(self, layer: Any, lengths: Lengths | str, **how: Any) -> Any:
         """Return a step of a layer, by its lengths or their name; `how`: the family's own options."""
         if isinstance(lengths, str):
-            form = layer.group.cache_format
-            lengths = named(lengths, layer.spec, form.block_size if form else 16)
+            lengths = named(lengths, layer.spec, block_size(layer))
         return workload(layer, lengths, self.dice, step=how)
 
     def work(self, case: Case, layout: str | None = None, **how: Any) -> Any:
@@ -104,6 +103,12 @@ class Harness:
         firsts = [self.step(one, lengths) for lengths in batches]
         steps = [[step, self.step(other, pairs(step.batch), like=step)] for step in firsts]
         return steps, [group.plan(step.batch) for step in firsts]
+
+
+def block_size(layer: Any) -> int:
+    """Return the tokens of a block of a layer's cache; 16 where it has none."""
+    form = layer.group.cache_format
+    return form.block_size if form else 16
 
 
 def named(name: str, spec: LayerSpec, block: int) -> Lengths:

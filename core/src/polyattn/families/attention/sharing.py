@@ -94,7 +94,10 @@ class Sharing:
         self.group, self.native, self.calls, self.reason = group, native, calls, reason
         self.appends = appends and not group.spec.graph_capture
         form = group.cache_format
-        self.block_bytes = 0 if form is None else form.block_size * form.bytes_per_token
+        self.block_size, self.token_bytes = (
+            (form.block_size, form.bytes_per_token) if form else (1, 0)
+        )
+        self.block_bytes = self.block_size * self.token_bytes
         self.rest = self.rested = 0
 
     @classmethod
@@ -155,10 +158,8 @@ class Sharing:
 
     def _most(self, step: Batch) -> int:
         """Return the bytes that a step's decodes could save at most, going by their lengths alone."""
-        form = self.group.cache_format
-        assert form is not None
         own = step.host_lens[step.host_query_lens == 1] - 1
-        blocks = np.maximum(own, 0) // form.block_size
+        blocks = np.maximum(own, 0) // self.block_size
         return int(blocks.sum() - blocks.max(initial=0)) * self.block_bytes
 
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
@@ -167,10 +168,8 @@ class Sharing:
         `earlier`: the captured call; this one keeps its way. A capture with a `shared_prefix`, even an
         empty one, allows steps to share.
         """
-        form = self.group.cache_format
         if self.reason or not (batch.all_decode or self.appends):
             return None
-        assert form is not None
         captures = bool(self.group.spec.graph_capture)
         told = batch if earlier is None else earlier.plan.batch
         if captures and told.shared_prefix is None:
@@ -179,10 +178,10 @@ class Sharing:
             table = batch.host_block_table
             if table is None or not may_share(table):
                 return None
-            most = most_saved(table, np.maximum(batch.host_contexts, 0), form.block_size)
+            most = most_saved(table, np.maximum(batch.host_contexts, 0), self.block_size)
             if self._way(1, most * self.block_bytes, batch) is None:
                 return None
-        levels = batch.find_shared_prefix(form.block_size)
+        levels = batch.find_shared_prefix(self.block_size)
         saved = self._saved_blocks(levels, batch) * self.block_bytes
         way = self.native if captures else self._way(len(levels), saved, batch)
         if way is None:
@@ -209,11 +208,9 @@ class Sharing:
                 "unknown, because the block table is on the device only and wasn't read back; pass "
                 "host_block_table= or shared_prefix= to Batch"
             )
-        form = self.group.cache_format
-        assert form is not None
         rows = [row for row, count in enumerate(step.query_lens) if count == 1]
         part = step.part(rows)
-        saved = self._saved_blocks(part.find_shared_prefix(form.block_size), part)
+        saved = self._saved_blocks(part.find_shared_prefix(self.block_size), part)
         megabytes = saved * self.block_bytes / 1e6
         return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
@@ -222,9 +219,7 @@ class Sharing:
         runs, window = [run for level in levels for run in level], self.group.spec.sliding_window
         if not window:
             return sum(run.saved for run in runs)
-        form, saved = self.group.cache_format, 0
-        assert form is not None
-        unseen = (batch.host_contexts + 1 - window) // form.block_size
+        saved, unseen = 0, (batch.host_contexts + 1 - window) // self.block_size
         for run in runs:
             first = np.maximum(unseen[list(run.rows)], run.first)
             seen = np.maximum(run.first + run.count - first, 0)
@@ -248,14 +243,13 @@ class Sharing:
 
     def _appends_us(self, saved_bytes: int, batch: Batch) -> float:
         """Return what rows of several tokens save: bytes count only where products take no longer."""
-        device, spec, form = self.group.device, self.group.spec, self.group.cache_format
-        assert form is not None
+        device, spec = self.group.device, self.group.spec
         if not device.matmul:
             return self._saved_us(saved_bytes)
         pairs = int(batch.host_query_lens @ batch.host_lens)
         flops = 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
         product_us = flops / (ATTAINED * device.matmul * 1e6)
-        read = int(batch.host_lens.sum()) * form.bytes_per_token
+        read = int(batch.host_lens.sum()) * self.token_bytes
         whole, less = self._saved_us(read), self._saved_us(read - saved_bytes)
         return max(whole, product_us) - max(less, product_us)
 
@@ -264,9 +258,7 @@ class Sharing:
         each = 1 / (device.bandwidth or CPU_BANDWIDTH)
         if spec.latent is not None and device.matmul:
             products = 2 * spec.num_heads * (spec.latent.size + spec.latent.rank)
-            form = self.group.cache_format
-            assert form is not None
-            each -= products / form.bytes_per_token / (ATTAINED * device.matmul * 1e3)
+            each -= products / self.token_bytes / (ATTAINED * device.matmul * 1e3)
         return saved_bytes * each / 1e3
 
 
