@@ -13,6 +13,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -128,8 +129,18 @@ def mismatches(declaration: Any) -> Iterator[str]:
         if not _fits(value, hint):
             yield (
                 f"{kind.__name__}.{name}={shown(value)} is of type {type(value).__name__}; "
-                f"it must be {words}"
+                f"it must be {words}{_members(value, hint)}"
             )
+
+
+def _members(value: Any, hint: Any) -> str:
+    """Say how texts are written that are values of the enumeration that a field holds."""
+    kind = next((k for k in get_args(hint) if isinstance(k, type) and issubclass(k, Enum)), None)
+    texts = {each.value: each.name for each in kind or () if isinstance(each.value, str)}
+    if not isinstance(value, set | frozenset | tuple | list) or not texts.keys() & set(value):
+        return ""
+    names = sorted(f"{kind.__name__}.{texts[text]}" for text in texts.keys() & set(value))
+    return f"; write {', '.join(names)}"
 
 
 def is_arch_pattern(pattern: str) -> bool:
