@@ -110,7 +110,7 @@ def _layers(options: TuneOptions, device: Device) -> list[LayerSpec]:
         if not mine:
             raise SettingsError(
                 f"{source}: has no layer of kind {' or '.join(MEASURED)} with a cache to measure; "
-                "`polyattn bench` times the others"
+                "`polyattn run` times the others"
             )
         measured |= dict.fromkeys(mine)
     return list(measured)
