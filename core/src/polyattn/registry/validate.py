@@ -135,12 +135,12 @@ def mismatches(declaration: Any) -> Iterator[str]:
 
 def _members(value: Any, hint: Any) -> str:
     """Say how texts are written that are values of the enumeration that a field holds."""
-    kind = next((k for k in get_args(hint) if isinstance(k, type) and issubclass(k, Enum)), None)
-    texts = {each.value: each.name for each in kind or () if isinstance(each.value, str)}
-    if not isinstance(value, set | frozenset | tuple | list) or not texts.keys() & set(value):
+    kinds = (k for k in get_args(hint) if isinstance(k, type) and issubclass(k, Enum))
+    members: dict[Any, str] = {m.value: f"{kind.__name__}.{m.name}" for kind in kinds for m in kind}
+    if not isinstance(value, set | frozenset | tuple | list):
         return ""
-    names = sorted(f"{kind.__name__}.{texts[text]}" for text in texts.keys() & set(value))
-    return f"; write {', '.join(names)}"
+    names = sorted(members[item] for item in value if type(item) is str and item in members)
+    return f"; write {', '.join(names)}" if names else ""
 
 
 def is_arch_pattern(pattern: str) -> bool:

@@ -219,15 +219,14 @@ class RecurrentWorkload(Workload):
 
     def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
         real = self.real_rows()
-        tokens = real.nonzero().flatten()
-        self.agree(
-            out[real], self.expected[0][real], f"{label}the output",
-            lambda row: place_of(self.batch, int(tokens[row])),
-        )  # fmt: skip
-        self.agree(
-            self.states.data[self.used], self.expected[1][self.used], f"{label}the state",
-            lambda row: self._slot(self.used[row]),
-        )  # fmt: skip
+        tokens, used = real.nonzero().flatten(), self.used
+        states = self.states.data[used], self.expected[1][used]
+
+        def token(row: int) -> str:
+            return place_of(self.batch, int(tokens[row]))
+
+        self.agree(out[real], self.expected[0][real], f"{label}the output", token)
+        self.agree(*states, f"{label}the state", lambda row: self._slot(used[row]))
 
     def agree(
         self,
