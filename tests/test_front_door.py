@@ -29,6 +29,20 @@ def test_every_vendor_has_a_command_from_a_checkout_and_from_wheels() -> None:
     assert len(README.splitlines()) <= 120
 
 
+def test_a_zipped_application_is_told_to_unpack(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as app:
+        for path in (ROOT / "core" / "src" / "polyattn").glob("__init__.py*"):
+            app.write(path, f"polyattn/{path.name}")
+    words = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import sys; sys.path = [{str(tmp_path / 'app.zip')!r}] + sys.path; import polyattn",
+    ]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stderr
+    assert "ImportError: polyattn can't run inside a zip file" in said and "unpacked" in said
+
+
 def test_each_extra_names_distributions_of_this_tree_at_its_version() -> None:
     """And `all` names what each of the others does: what installs it installs any of them."""
     release = runpy.run_path(str(ROOT / ".ci" / "release.py"))

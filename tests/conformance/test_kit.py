@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from kits import PARTS, conforms, kit
-from polyattn import Batch, LayerSpec, resolve_device
+from polyattn import Batch, LayerGroup, LayerSpec, RecurrentSpec, resolve_device
 from polyattn.conformance import plugin
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
@@ -22,8 +23,9 @@ from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.rotation import RotationHarness
-from polyattn.conformance.plugin import _Kit
+from polyattn.conformance.plugin import _asserted_here, _Kit
 from polyattn.conformance.snapshot import runs_alone
+from polyattn.families.recurrent.workload import RecurrentWorkload
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
 from polyattn.runtime.cache.kv_cache import quantize
@@ -284,9 +286,63 @@ def test_the_last_words_are_the_seed_and_what_failed() -> None:
     )
     made, lines = _Kit(config), []  # type: ignore[arg-type]
     made.counts.update({("numeric", "failed"): 3, ("plans", "failed"): 1, ("plans", "passed"): 2})
+    made.failures.update({"numeric-many": "off by 2, " * 9, "numeric-mixed": "off by 3"})
     made.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
     assert lines[0].endswith(f"4 failed, 0 skipped, seed {made.seed}")
     assert lines[1] == "failed, by what was looked at: numeric 3, plans 1"
+    assert lines[2] == "the smallest: numeric-mixed: off by 3"
+    assert lines[3] == f'to run it alone, add: --polyattn-seed {made.seed} -k "numeric-mixed"'
+
+
+def test_a_failed_recurrence_says_where() -> None:
+    """A state that was written for a padding row's slot -1 is another sequence's: its slot is named."""
+    spec = LayerSpec(
+        kind="gdn", num_heads=2, head_size=16, dtype="float32", recurrent=RecurrentSpec()
+    )
+    dice = Dice(3, "cpu")
+    layer = RecurrentWorkload.layer_of(LayerGroup(spec), dice)
+    step = RecurrentWorkload(layer, [(3, 3), (2, 9)], dice)
+    out, (slot, other) = step.check().clone(), step.slots[:2]
+    out[4, 1] += 1.0
+    said = (
+        "1 of 5 rows; the worst is head 1 of token 4 .sequence 1, query 1 of 2, place 8 of 9.; gdn"
+    )
+    with pytest.raises(AssertionError, match=f"the output is off by .*: {said}"):
+        step.compare(out, None)
+    step.states.data[other, 1] *= 2.0
+    with pytest.raises(
+        AssertionError, match=f"the state is .* head 1 of slot {other} .sequence 1.;"
+    ):
+        step.compare(step.out, None)
+    assert slot != other
+
+
+def test_a_backend_that_claims_too_little_learns_what(tmp_path: Path) -> None:
+    """Of the layer that is nearest to its claims; and what a kernel raises keeps its traceback."""
+    config = SimpleNamespace(
+        getoption=lambda name, default=None: "TORCH_MLA" if name.endswith("backend") else default,
+        option=SimpleNamespace(),
+    )
+    made = _Kit(config)  # type: ignore[arg-type]
+    caps = made.info.capabilities
+    made.info = replace(
+        made.info, capabilities=replace(caps, features=caps.features - {"v_head_size"})
+    )
+    made.cases = derive(made.info, CPU)
+    assert not [case for case in made.cases if case.check == "latent"]
+    assert "\n  v_head_size: wanted a V head size" in made.lacks()
+    with pytest.raises(AssertionError) as ours:
+        judge(
+            "A",
+            BASE,
+            Batch.from_lens([1], [1]),
+            torch.ones(1, 1, 8),
+            None,
+            (torch.zeros(1, 1, 8), None),
+        )
+    with pytest.raises(AssertionError) as theirs:
+        raise AssertionError("a kernel's own")
+    assert _asserted_here(ours.value) and not _asserted_here(theirs.value)
 
 
 @pytest.mark.parametrize("backend", ["TORCH_MLA", "TORCH_SCAN", "EXAMPLE_ATTN"])

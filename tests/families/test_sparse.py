@@ -441,8 +441,14 @@ def test_a_layer_with_an_indexer_needs_its_choice_beyond_the_budget() -> None:
         "all keys are the choice"
     )
     more = Batch.from_lens([1], [budget + 1], table, cache.block_size)
-    with pytest.raises(BatchError, match=rf"budget={budget}; pass choice=indexer\(\.\.\.\)"):
+    with pytest.raises(BatchError, match=rf"budget={budget} holds; pass choice=indexer\("):
         layer(*tensors, cache, more)
+    other = SparseAttention(
+        select(spec.replace(indexer=None), "cpu")
+    )  # another layer's indexer chooses
+    assert torch.equal(out, other(*tensors, cache, few))
+    with pytest.raises(BatchError, match="pass choice=, or say newest=True"):
+        other(*tensors, cache, more)
 
 
 @pytest.mark.parametrize("form", ["auto", "fp8_e4m3", "fp8_scaled"])

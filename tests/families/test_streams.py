@@ -149,7 +149,8 @@ def layer(**sparse: Any) -> SparseAttention:
 
 def test_streams_share_one_softmax_and_the_sinks_count_once() -> None:
     """A window of 5 and all entries of 4 tokens: a key in both counts twice; LSE without the sinks."""
-    window, entries, sinks = layer(budget=5), layer(budget=8, tokens_per_entry=4), torch.randn(4)
+    window, entries = layer(budget=5, newest=True), layer(budget=8, tokens_per_entry=4)
+    sinks = torch.randn(4)
     both = UnionAttention([window, entries], sinks)
     table = torch.tensor([[1, 0], [2, 3]]).int()
     batch = Batch.from_lens([20, 1], [20, 3], table, 16)
@@ -174,7 +175,7 @@ def test_streams_share_one_softmax_and_the_sinks_count_once() -> None:
 
 def test_a_table_names_blocks_of_entries() -> None:
     """What it has behind a sequence's entries is never read; without room for them it is refused."""
-    attend = layer(budget=8, tokens_per_entry=4)
+    attend = layer(budget=8, tokens_per_entry=4, newest=True)
     cache = attend.group.allocate_cache(4)
     entries = torch.randn(20, 1, 16)
     attend.store(entries, None, cache, torch.arange(16, 36))

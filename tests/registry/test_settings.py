@@ -151,6 +151,8 @@ def test_a_wrong_key_of_the_file_is_not_blamed_on_a_variable(
         (b"\xff", "can't be read as TOML"),
         (b"a = " + b"9" * 5000, "can't be read as TOML"),
         (b'\xef\xbb\xbflayout = "NDH"', "layout='NDH'"),
+        (rb'timings = "C:\Users\t.json"', r"write \ within single quotes: 'C:\folder'"),
+        (rb"timings = 'C:\Users\t.json'", r"timings='C:\\Users\\t.json' must be the file"),
     ],
 )
 def test_odd_configuration_files(
@@ -212,6 +214,7 @@ def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"features": frozenset({"causal", "sink_tokens"})}, "needs 'sliding_window'"),
         ({"features": frozenset({"gqa"})}, "'causal', 'non_causal' or both"),
         ({"dtypes": {"float32"}}, "Capabilities.dtypes={'float32'} is of type set"),
+        ({"kinds": frozenset({"gdn", "mla"})}, "; write AttentionKind.GDN, AttentionKind.MLA"),
         ({"fp8_compute": 1}, "Capabilities.fp8_compute=1 is of type int; it must be bool"),
         ({"excludes": ((frozenset({"alibi", "decoed"}), ""),)}, "'decode'"),
     ],

@@ -16,7 +16,7 @@ from polyattn.spec.timing import KINDS, TERMS
 
 def test_a_file_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYATTN_TIMINGS", "/nowhere/timings.json")
-    with pytest.raises(SettingsError, match="POLYATTN_TIMINGS='/nowhere/timings.json'"):
+    with pytest.raises(SettingsError, match="'/nowhere/timings.json' .*; no such file"):
         settings.reload()
     monkeypatch.delenv("POLYATTN_TIMINGS")
 
@@ -25,7 +25,7 @@ def test_a_file_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_table_is_an_error(text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
-    with pytest.raises(SettingsError, match=str(path)):
+    with pytest.raises(SettingsError, match=f"{path}: .*; measure again: polyattn tune"):
         read_table(path)
 
 

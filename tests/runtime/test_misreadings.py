@@ -84,6 +84,7 @@ BATCHES = [
 
 MASKS = [
     refused(BatchError, "masks[0] is an array", CustomMask.pack, [np.ones((2, 2), bool)]),
+    refused(BatchError, "masks[0] is torch.float32 of shape (2, 2)", CustomMask.pack, [torch.ones(2, 2)]),
     refused(BatchError, "parents[0]=-1 must be a list", CustomMask.tree, [-1, 0]),
     refused(BatchError, "prefixes=[-3] must be 0", CustomMask.prefix_lm, [-3], [5], [7]),
     refused(BatchError, "prefixes[0]=1.5 must be an integer", CustomMask.prefix_lm, [1.5], [5], [7]),

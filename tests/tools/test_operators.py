@@ -306,6 +306,15 @@ def test_generated_command_lines(
     assert Path("/dev/full").is_char_device()
 
 
+def test_a_home_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the remedy, and nothing is measured before."""
+    (tmp_path / "home").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    code, out, errors = here("tune", "--seconds", "1")
+    assert code == 2 and not out
+    assert f"{tmp_path / 'home' / 'polyattn'} can't be made: " in errors and "--out FILE" in errors
+
+
 def test_tune_keeps_an_older_table_where_nothing_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "timings.json"
     path.write_text("as it was")

@@ -96,3 +96,12 @@ def test_a_process_that_cannot_write_runs_on(
         record.parent.symlink_to(record.parent.parent)
     LayerGroup(select(SPEC, "cpu"))
     assert not record.exists()
+
+
+def test_a_machine_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    code, _, errors = here("why")
+    assert code == 2 and "temporary folder: No usable" in errors and "set TMPDIR" in errors

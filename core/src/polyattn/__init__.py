@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 _LINE = re.compile(r"^from polyattn\.(\S+) import (\w+) as \w+$", re.MULTILINE)
-_LIST = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
+try:
+    _LIST = Path(__file__).with_name("__init__.pyi").read_text(encoding="utf-8")
+except NotADirectoryError as error:
+    raise ImportError(
+        f"polyattn can't run inside a zip file, {error.filename}: install it in a folder, or have the "
+        "application unpacked when it starts (shiv, pex)"
+    ) from error
 _HOME = {name: module for module, name in _LINE.findall(_LIST)}
 __all__ = sorted(_HOME)
 

@@ -350,7 +350,10 @@ def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig")), str(path)
     except (ValueError, OSError, RecursionError) as error:
-        raise SettingsError(f"{path}: can't be read as TOML: {describe(error)}") from error
+        text = f"{path}: can't be read as TOML: {describe(error)}"
+        if isinstance(error, tomllib.TOMLDecodeError) and "\\" in path.read_text("utf-8-sig"):
+            text += r"; write \ within single quotes: 'C:\folder'"
+        raise SettingsError(text) from error
 
 
 def _config_paths() -> list[Path]:
@@ -430,7 +433,12 @@ def _timings(value: Any, source: str) -> str | None:
     if value is False or str(value).strip().lower() in ("0", "false", "no", "off"):
         return NO_TIMINGS
     if not isinstance(value, str) or not os.path.isfile(value):  # noqa: PTH113 - as above
-        raise SettingsError(f"{source}={value!r} must be the file of a timing table, or 0")
+        missing = isinstance(value, str) and not os.path.exists(value)  # noqa: PTH110 - as above
+        why = "; no such file" if missing else ""
+        raise SettingsError(
+            f"{source}={value!r} must be the file of a timing table, as `polyattn tune --out FILE` "
+            f"writes it, or 0{why}"
+        )
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import subprocess
@@ -108,6 +109,7 @@ class _Kit:
         self.cases: list[Case] = derive(self.info, self.device)
         self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.failures: dict[str, str] = {}
         self.passed: list[str] = []
         self.plans = self.plans_checked = 0
         if config.getoption("--polyattn-resume"):
@@ -149,8 +151,18 @@ class _Kit:
         from polyattn.conformance.checks.table import run_case
 
         def run(case: Case) -> None:
-            plans = run_case(case, self.info.name, self.device, self.seed, self.budget)
-            request.node.user_properties.append(("plans", plans))
+            try:
+                plans = run_case(case, self.info.name, self.device, self.seed, self.budget)
+            except AssertionError as error:
+                if not _asserted_here(error):
+                    raise
+                wrong = str(error).partition("\nassert ")[0]
+            else:
+                request.node.user_properties.append(("plans", plans))
+                return
+            pytest.fail(
+                wrong, pytrace=False
+            )  # of the kit's own frames a kernel's author learns nothing
 
         return run
 
@@ -159,12 +171,30 @@ class _Kit:
         """Every case of the backend under test."""
         return self.cases
 
+    @pytest.fixture
+    def conformance_lacks(self) -> str:
+        """What `lacks` returns."""
+        return self.lacks()
+
+    def lacks(self) -> str:
+        """Return the layer that lacks the fewest claims, and a line for each of them."""
+        from polyattn.registry.capabilities import check
+
+        caps = self.info.capabilities
+        phase = "decode" if "decode" in caps.phases else min(caps.phases, default="decode")
+        lacks = {case.spec: check(caps, case.spec, self.device, phase) for case in self.cases}
+        spec = min(lacks, key=lambda spec: len(lacks[spec]) or math.inf, default=None)
+        return "" if spec is None else f"{spec}" + "".join(f"\n  {line}" for line in lacks[spec])
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
             case = _case(report.nodeid)
             self.counts[case.partition("-")[0], report.outcome] += 1
             if report.passed and case:
                 self.passed.append(case)
+            if report.failed and case:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                self.failures[case] = report.longreprtext if crash is None else crash.message
             properties: dict[str, Any] = dict(report.user_properties)
             plans, checked = properties.get("plans", (0, 0))
             self.plans += plans
@@ -234,7 +264,22 @@ class _Kit:
         if failed:
             failures = ", ".join(f"{check} {count}" for check, count in failed)
             terminalreporter.write_line(f"failed, by what was looked at: {failures}")
+        if self.failures:  # the shortest message is of the fewest sequences
+            case = min(self.failures, key=lambda name: len(self.failures[name]))
+            terminalreporter.write_line(f"the smallest: {case}: {self.failures[case].strip()}")
+            terminalreporter.write_line(
+                f'to run it alone, add: --polyattn-seed {self.seed} -k "{case}"'
+            )
         self._write()
+
+
+def _asserted_here(error: AssertionError) -> bool:
+    """Whether polyattn's own code says so, and not a backend's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    home = Path(__file__).parents[1]
+    return trace is not None and home in Path(trace.tb_frame.f_code.co_filename).parents
 
 
 def _case(node: str) -> str:

@@ -296,7 +296,9 @@ def read_table(path: Path) -> TimingTable:
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"timing table {path}: can't be read: {describe(error)}") from error
+        raise SettingsError(
+            f"timing table {path}: can't be read: {describe(error)}; {REMEDY}"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         format = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise SettingsError(

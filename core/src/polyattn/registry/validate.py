@@ -13,6 +13,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -128,8 +129,18 @@ def mismatches(declaration: Any) -> Iterator[str]:
         if not _fits(value, hint):
             yield (
                 f"{kind.__name__}.{name}={shown(value)} is of type {type(value).__name__}; "
-                f"it must be {words}"
+                f"it must be {words}{_members(value, hint)}"
             )
+
+
+def _members(value: Any, hint: Any) -> str:
+    """Say how texts are written that are values of the enumeration that a field holds."""
+    kinds = (k for k in get_args(hint) if isinstance(k, type) and issubclass(k, Enum))
+    members: dict[Any, str] = {m.value: f"{kind.__name__}.{m.name}" for kind in kinds for m in kind}
+    if not isinstance(value, set | frozenset | tuple | list):
+        return ""
+    names = sorted(members[item] for item in value if type(item) is str and item in members)
+    return f"; write {', '.join(names)}" if names else ""
 
 
 def is_arch_pattern(pattern: str) -> bool:

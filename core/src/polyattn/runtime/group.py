@@ -357,7 +357,8 @@ class LayerGroup:
         if not isinstance(plan, StepPlan):
             raise BatchError(
                 f"plan={plan!r} must be a plan of this layer's group, or a Batch: layer(query, "
-                "key, value, cache, plan), of latents (query, latent, rope_key, cache, plan)"
+                "key, value, cache, plan), of latents (query, latent, rope_key, cache, plan), of a "
+                "recurrence (*inputs, states=, plan=)"
             )
         if plan.group is not self:
             raise BatchError(

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import PolyattnError
+from polyattn.errors import PolyattnError, SettingsError
 from polyattn.registry.distributions import distributions
 from polyattn.registry.integrations import GROUP
 from polyattn.selection.selection import Decision
@@ -70,9 +70,16 @@ def record_fallback(line: str) -> None:
 def running() -> Iterator[Process]:
     """Yield every running process of this machine whose record this user may read, by process ID.
 
-    Removes the records of this user's processes that ended without removing them.
+    Removes the records of this user's processes that ended without removing them. Raises `SettingsError`
+    where the machine has no temporary folder.
     """
-    for path in sorted(Path(tempfile.gettempdir()).glob("polyattn-*/[0-9]*.jsonl")):
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise SettingsError(
+            f"processes record what they run in a temporary folder: {error.strerror}; set TMPDIR"
+        ) from error
+    for path in sorted(folder.glob("polyattn-*/[0-9]*.jsonl")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             if not stat.S_ISREG(path.lstat().st_mode):
                 continue

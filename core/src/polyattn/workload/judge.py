@@ -32,15 +32,15 @@ def judge(
     limit = tolerance_of(spec, offset)
     error = output_error(out, expected[0])
     assert error <= limit.output, (
-        f"{label}{who} is off by {error:.3g} (allowed {limit.output:g}): "
-        f"{worst_row(batch, out, expected[0], limit.output)}; for {spec}, "
-        f"(query, length) {pairs(batch)}"
+        f"{label}the output is off by {error:.3g} (allowed {limit.output:g}): "
+        f"{worst_row(batch, out, expected[0], limit.output)}; {spec}; "
+        f"(query, length) {pairs(batch)}; {who}"
     )
     if lse is not None and expected[1] is not None:
         error = lse_error(lse, expected[1])
         assert error <= limit.lse, (
-            f"{label}{who}: LSE is off by {error:.3g} (allowed {limit.lse:g}): "
-            f"{worst_lse(batch, lse, expected[1])}; for {spec}"
+            f"{label}the LSE is off by {error:.3g} (allowed {limit.lse:g}): "
+            f"{worst_lse(batch, lse, expected[1])}; {spec}; (query, length) {pairs(batch)}; {who}"
         )
 
 
@@ -54,7 +54,7 @@ def worst_row(batch: Batch, out: Tensor, expected: Tensor, limit: float) -> str:
     text = (
         f"{int(bad.sum())} of {bad.numel()} rows (token, head): heads {_numbers(heads, bad.shape[1])}, "
         f"sequences {_numbers(sequences, sum(map(bool, batch.query_lens)))}; the worst is head {head} of "
-        f"{_token(batch, token)}"
+        f"{place_of(batch, token)}"
     )
     if not bool(torch.isfinite(out[token, head]).all()):
         text += (
@@ -71,7 +71,7 @@ def worst_lse(batch: Batch, lse: Tensor, expected: Tensor) -> str:
     token, head = divmod(int(off.argmax()), off.shape[1])
     text = (
         f"{float(lse[token, head]):.5g} instead of {float(expected[token, head]):.5g} for head {head} of "
-        f"{_token(batch, token)}"
+        f"{place_of(batch, token)}"
     )
     seen = expected.isfinite() & (expected.abs() > 0.1)
     ratios = lse[seen] / expected[seen]
@@ -86,7 +86,8 @@ def _numbers(chosen: set[int], count: int) -> str:
     return "all" if len(chosen) == count else ", ".join(map(str, sorted(chosen)))
 
 
-def _token(batch: Batch, token: int) -> str:
+def place_of(batch: Batch, token: int) -> str:
+    """Say which token of a step that is, and where in its sequence it stands."""
     row = bisect_right(batch.starts, token) - 1
     first, count, length = batch.starts[row], batch.query_lens[row], batch.lens[row]
     return (

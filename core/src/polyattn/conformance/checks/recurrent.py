@@ -61,8 +61,8 @@ def pieces(case: Case, harness: Harness) -> None:
             )
             out[rows] = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
             at += size
-        whole.agree(out, expected, f"in pieces of {sizes[:3]}… ")
-        whole.agree(states.data[whole.used], state, f"state after {sizes[:3]}… ")
+        whole.agree(out, expected, f"the output in pieces of {sizes[:3]}…")
+        whole.agree(states.data[whole.used], state, f"the state after pieces of {sizes[:3]}…")
 
 
 def state_isolation(case: Case, harness: Harness) -> None:
@@ -145,7 +145,7 @@ def rejected_drafts(case: Case, harness: Harness) -> None:
         lens = [n + count for n, count in zip(lens, counts, strict=True)]
         batch = Batch.from_lens(counts, lens, state_slots=slots, device=harness.torch_device)
         expected = alone(*(x[rows] for x in tokens), states=states, plan=batch)
-        step.agree(result[rows], expected, f"{label}accepted ")
+        step.agree(result[rows], expected, f"{label}the accepted output")
 
 
 def recurrent_out(case: Case, harness: Harness) -> None:
@@ -321,5 +321,5 @@ def _to_capture(
 
 def _same(work: RecurrentWorkload, result: Tensor, expected: Tensor, states: StateCache) -> None:
     """Assert that a captured step's output and states are the eager one's."""
-    work.agree(result, expected, "a plan reused: ")
-    work.agree(states.data[work.used], work.states.data[work.used], "a plan reused, its state ")
+    work.agree(result, expected, "a plan reused: the output")
+    work.agree(states.data[work.used], work.states.data[work.used], "a plan reused: the state")

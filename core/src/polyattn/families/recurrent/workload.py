@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -20,10 +20,11 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 from polyattn.workload.base import Workload, picked_rows, spoil_requests
-from polyattn.workload.compare import output_error
+from polyattn.workload.compare import row_errors
 from polyattn.workload.dice import Dice
+from polyattn.workload.judge import place_of
 from polyattn.workload.pages import bits, unchanged
-from polyattn.workload.steps import USUAL, Lengths, lens_of
+from polyattn.workload.steps import USUAL, Lengths, lens_of, pairs
 from polyattn.workload.tolerance import tolerance_of
 
 GROWTH, FORGETTING = 0.03, 40.0
@@ -218,15 +219,39 @@ class RecurrentWorkload(Workload):
 
     def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
         real = self.real_rows()
-        self.agree(out[real], self.expected[0][real], label)
-        self.agree(self.states.data[self.used], self.expected[1][self.used], f"{label}state ")
+        tokens, used = real.nonzero().flatten(), self.used
+        states = self.states.data[used], self.expected[1][used]
 
-    def agree(self, actual: Tensor, right: Tensor, label: str = "") -> None:
-        """Assert that two tensors agree: by token, or by slot."""
-        error, limit = _error(actual, right) if len(right) else 0.0, tolerance_of(self.spec).output
-        assert error <= limit, (
-            f"{self.who}: {label}is off by {error:.3g} (allowed {limit:g}) for {self.spec}"
+        def token(row: int) -> str:
+            return place_of(self.batch, int(tokens[row]))
+
+        self.agree(out[real], self.expected[0][real], f"{label}the output", token)
+        self.agree(*states, f"{label}the state", lambda row: self._slot(used[row]))
+
+    def agree(
+        self,
+        actual: Tensor,
+        right: Tensor,
+        what: str,
+        place: Callable[[int], str] = "row {}".format,
+    ) -> None:
+        """Assert that two tensors agree: by token, or by slot. `place`: which one a row is, in words."""
+        if not len(right):
+            return
+        errors, limit = _errors(actual, right), tolerance_of(self.spec).output
+        worst, apart = int(errors.argmax()), (actual.cpu() - right.cpu()).double()
+        heads = apart[worst].nan_to_num(torch.inf).reshape(apart.shape[1], -1).norm(dim=-1)
+        assert float(errors[worst]) <= limit, (
+            f"{what} is off by {float(errors[worst]):.3g} (allowed {limit:g}): "
+            f"{int((errors > limit).sum())} of {len(errors)} rows; the worst is head "
+            f"{int(heads.argmax())} of {place(worst)}; {self.spec}; (query, length) "
+            f"{pairs(self.batch)}; {self.who}"
         )
+
+    def _slot(self, slot: int) -> str:
+        """Say which slot that is, and whose, if a sequence of the step starts from it."""
+        slots = [] if self.batch.state_slots is None else self.batch.state_slots.tolist()
+        return f"slot {slot}" + (f" (sequence {slots.index(slot)})" if slot in slots else "")
 
     def real_rows(self) -> Tensor:
         """Return which tokens belong to no padding row."""
@@ -241,7 +266,11 @@ WORKLOAD = RecurrentWorkload
 
 
 def _error(actual: Tensor, right: Tensor) -> float:
-    return output_error(actual.reshape(len(right), -1), right.cpu().reshape(len(right), -1))
+    return float(_errors(actual, right).max())
+
+
+def _errors(actual: Tensor, right: Tensor) -> Tensor:
+    return row_errors(actual.reshape(len(right), -1), right.cpu().reshape(len(right), -1))
 
 
 def rates(usual: Tensor, numbers: str) -> Tensor:

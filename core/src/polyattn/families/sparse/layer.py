@@ -109,7 +109,7 @@ class SparseAttention(ChoosingLayer):
             choice: int32 (num_tokens, scope, K), K at most the budget: ids as `SparseSpec` defines
                 them, -1 for none. An id of what the token doesn't see counts as none; one that occurs
                 twice counts twice, or, of an incomplete group, once. None: the newest groups that the
-                token sees, as many as the budget: a window, or, of few enough, all.
+                token sees, of a spec with `newest`, or where they are all.
             out: (num_tokens, num_heads, v_head_size), written and returned.
 
         Returns:

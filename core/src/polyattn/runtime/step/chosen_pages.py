@@ -99,7 +99,10 @@ def visible_entries(
 
 
 def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
-    """Return a call's choice: its own, or the newest groups within the budget."""
+    """Return a call's choice: its own, or the newest groups, if the spec says so or these are all.
+
+    Raises `BatchError` if it is missing.
+    """
     sparse = spec.sparse
     assert sparse is not None
     if choice is not None:
@@ -112,12 +115,21 @@ def choice_of(spec: LayerSpec, choice: Tensor | None, batch: Batch) -> Tensor:
         raise BatchError(
             "choice is missing: physical ids have no order in which some are the newest"
         )
-    group = sparse.granularity
-    if spec.indexer and batch.max_seq_len > sparse.budget * group * sparse.tokens_per_entry:
+    most = sparse.budget * sparse.granularity
+    if not sparse.newest and batch.max_seq_len // sparse.tokens_per_entry > most:
+        names = "pass choice=indexer(...)" if spec.indexer else "pass choice=, or say newest=True"
         raise BatchError(
-            "choice is missing: the layer's spec has an indexer, and a sequence has more keys than its "
-            f"budget={sparse.budget}; pass choice=indexer(...)"
+            f"choice is missing: sequences have up to {batch.max_seq_len} tokens, more than the sparse "
+            f"budget={sparse.budget} holds; {names}"
         )
+    return newest_groups(spec, batch)
+
+
+def newest_groups(spec: LayerSpec, batch: Batch) -> Tensor:
+    """Return the choice of the newest groups that each token sees, within the budget."""
+    sparse = spec.sparse
+    assert sparse is not None
+    group = sparse.granularity
     _, positions, lens = token_places(batch)
     visible = visible_entries(sparse.tokens_per_entry, positions, lens, spec.causal)
     most = -(-(batch.max_seq_len // sparse.tokens_per_entry) // group) if batch.num_seqs else 0

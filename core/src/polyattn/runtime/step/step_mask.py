@@ -80,6 +80,11 @@ class CustomMask(StepMask):
         """
         for index, mask in enumerate(masks):
             check_is_tensor(f"masks[{index}]", mask)
+            if mask.dtype is not torch.bool or mask.dim() != 2:
+                raise BatchError(
+                    f"masks[{index}] is {mask.dtype} of shape {tuple(mask.shape)}; it must be "
+                    "torch.bool of shape (query_len, keys), True where a query sees a key"
+                )
         rows = [mask.flatten() for mask in masks]
         return cls(
             torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool, device="cpu"), over

@@ -100,7 +100,9 @@ def _spec(options: BenchOptions) -> LayerSpec:
     for spec in specs:
         if spec.kind.is_latent or (spec.kind is AttentionKind.ATTENTION and spec.cached):
             return unrotated(spec)  # random queries and keys stand for rotated ones
-    raise SettingsError(f"{source}: has no layer of attention or MLA with a cache to measure")
+    raise SettingsError(
+        f"{source}: has no layer of attention or MLA with a cache to measure; `polyattn run` times others"
+    )
 
 
 def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) -> None:

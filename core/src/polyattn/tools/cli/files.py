@@ -16,4 +16,6 @@ def check_target(option: str, path: Path) -> None:
     if path.exists() and not path.is_file():  # nothing may take the place of a device or a fifo
         raise SettingsError(f"{option}={path}: is there already and not a regular file")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise SettingsError(f"{option}={path}: may not be written")
+        raise SettingsError(
+            f"{option}={path}: may not be written; name another file: {option} FILE"
+        )

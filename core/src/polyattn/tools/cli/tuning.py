@@ -43,7 +43,12 @@ def show(options: TuneOptions) -> int:
     if path is None:
         raise SettingsError("there is no home directory to write to; name a file: --out FILE")
     if options.out is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"{path.parent} can't be made: {error.strerror}; name a file: --out FILE"
+            ) from error
     for target in (path, points_path(path)):
         check_target("--out", target)
     registry = discover()
@@ -105,7 +110,7 @@ def _layers(options: TuneOptions, device: Device) -> list[LayerSpec]:
         if not mine:
             raise SettingsError(
                 f"{source}: has no layer of kind {' or '.join(MEASURED)} with a cache to measure; "
-                "`polyattn bench` times the others"
+                "`polyattn run` times the others"
             )
         measured |= dict.fromkeys(mine)
     return list(measured)
@@ -139,17 +144,20 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
         "layers": "{layers}",
         ">points": "{points}", ">error": "{error:.1%}", "form": "{form}",
     }  # fmt: skip
-    models = report["models"]
-    print_rows(
-        columns, ({**row, "form": _form(row), "layers": in_words(row["layer"])} for row in models)
-    )
-    say("\nSteps that the coefficients were not fitted to:")
+    models = [
+        {**row, "form": _form(row), "layers": in_words(row["layer"])} for row in report["models"]
+    ]
+    if models:
+        print_rows(columns, models)
     columns = {
         "kind": "{kind}", ">steps": "{steps}", ">chosen / best": "{over_best:.3f}", ">p95": "{p95:.2f}",
         ">worst": "{worst:.2f}",
     }  # fmt: skip
-    print_rows(columns, ({"kind": kind, **row} for kind, row in report["choice"].items()))
-    say("")
+    choice = [{"kind": kind, **row} for kind, row in report["choice"].items()]
+    if choice:
+        say("\nSteps that the coefficients were not fitted to:")
+        print_rows(columns, choice)
+        say("")
     for note in report["notes"]:
         say(f"note: {note}")
     nothing = "no table is written: too few points for a fit; read the notes, or raise --seconds"

@@ -32,6 +32,7 @@ from polyattn.families.attention.workload import widths
 from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, raw
+from polyattn.runtime.step.chosen_pages import newest_groups
 from polyattn.tools.replay.check import Checker
 
 
@@ -137,9 +138,9 @@ class Runner:
         self.index_keys = [self.indexer.allocate_cache(num_blocks) for _ in range(self.count)]
 
     def chosen(self, index: int, batch: Batch) -> Tensor | None:
-        """Store the step's index keys and choose what each token of a layer attends to."""
+        """Store the step's index keys and choose for each token; without an indexer the newest."""
         if self.indexer is None:
-            return None
+            return newest_groups(self.spec, batch) if self.spec.chooses else None
         spec, tokens, keys = self.indexer.spec, batch.num_tokens, self.index_keys[index]
         slots = entry_slots(batch, spec.tokens_per_entry, keys.shape[1])
         self.indexer.store(self.draw(len(slots), spec.head_size), keys, slots)
