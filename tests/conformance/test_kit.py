@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +171,25 @@ def test_what_a_first_import_changes_is_told_where_each_step_does(
         os.environ.pop("A_NEW_NAME", None)
         sys.setrecursionlimit(limit)
         random.setstate(state)
+
+
+def test_a_step_may_compile_where_nothing_is_imported() -> None:
+    """torch's compiler raises the recursion limit then too: no compilation is a process' last."""
+    limit, compiled = sys.getrecursionlimit(), set()
+
+    def step(shape: int) -> None:
+        if shape not in compiled:
+            sys.setrecursionlimit(limit + 1)
+        compiled.add(shape)
+
+    try:
+        for shape in (1, 2):
+            runs_alone(partial(step, shape))
+            assert sys.getrecursionlimit() == limit
+        with pytest.raises(AssertionError, match="recursion limit"):
+            runs_alone(lambda: sys.setrecursionlimit(limit + 1))
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_a_kit_goes_on_where_its_report_ended(

@@ -184,6 +184,34 @@ def test_left_padding_and_batch_indices() -> None:
         close(out[i], expected(q[i], keys, values, causal=True)[0])
 
 
+@pytest.mark.parametrize("limits", [{"causal": True}, {"attention_chunk": 6}, {}])
+@torch.no_grad()
+def test_tokens_turn_by_their_places_in_the_cache(limits: dict[str, Any]) -> None:
+    """Left padding counts, as in flash-attn's own test; chunks are local attention to its kernel."""
+    caches, lens, pads = torch.randn(2, 2, 32, 2, 16), [20, 11], [5, 9]
+    q, k, v = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)
+    angles = torch.randn(32, 8)
+    whole, place = caches.double(), [torch.arange(n, n + 3) for n in lens]
+    out = flash_attn_3.flash_attn_with_kvcache(
+        q, caches[0], caches[1], k, v, rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+        cache_seqlens=torch.tensor(lens).int(), cache_leftpad=torch.tensor(pads).int(), **limits,
+    )  # fmt: skip
+    for row, at in enumerate(place):
+        turns = torch.polar(torch.ones(3, 1, 8).double(), angles[at][:, None].double())
+        query, key = (torch.view_as_complex(t[row].double().unflatten(-1, (8, 2))) for t in (q, k))
+        query = torch.view_as_real(query * (turns if limits else turns[:1])).flatten(-2)
+        whole[0, row, at] = torch.view_as_real(key * turns).flatten(-2)
+        whole[1, row, at] = v[row].double()
+        keys, values = whole[:, row, pads[row] : lens[row] + 3]
+        own, seen = torch.arange(3)[:, None] + len(keys) - 3, torch.arange(len(keys))
+        mask = torch.ones(3, len(keys), dtype=torch.bool)
+        if "causal" in limits:
+            mask = seen <= own
+        elif limits:
+            mask = seen // 6 == own // 6
+        close(out[row], attend(query, keys, values, mask)[0])
+
+
 @torch.no_grad()
 def test_packed_queries_and_new_keys_of_version_3() -> None:
     """Sequences of other lengths each, rotated from where their caches end."""

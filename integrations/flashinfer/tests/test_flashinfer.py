@@ -343,6 +343,9 @@ def test_what_is_refused_is_named() -> None:
     both: dict[str, Any] = {"pos_encoding_mode": "ALIBI", "logits_soft_cap": 5.0}
     with pytest.raises(PolyattnError, match=r"logits_soft_cap=5\.0 with pos_encoding_mode='ALIBI'"):
         wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE, **both)
+    wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE, pos_encoding_mode="ALIBI")
+    with pytest.raises(PolyattnError, match="sinks with pos_encoding_mode='ALIBI'"):
+        wrapper.run(query, cache, sinks=torch.zeros(HEADS))
     wrapper.plan(*arrays, HEADS, KV_HEADS, SIZE, PAGE)
     with pytest.raises(PolyattnError, match="k_scale|scale is given"):
         wrapper.run(query, cache, k_scale=torch.ones(KV_HEADS))

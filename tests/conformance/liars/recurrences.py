@@ -89,6 +89,14 @@ def first_group(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
     )
 
 
+def of_sums(self: Any, plan: Any, frame: RecurrentFrame) -> RecurrentFrame:
+    """Exponents are differences of running sums, which lose their digits where a token forgets all."""
+    wide = {n: t.to(torch.promote_types(t.dtype, torch.float32)) for n, t in frame.inputs.items()}
+    sums = {n: t.cumsum(0) for n, t in wide.items() if n in ("g", "w")}
+    rates = {n: torch.cat([t[:1], t.diff(dim=0)]).to(frame.inputs[n]) for n, t in sums.items()}
+    return frame.but(inputs={**frame.inputs, **rates})
+
+
 BEFORE = {
     # A decode gives its output and leaves the state as it was.
     "ForgetsTheState": lambda self, plan, frame: frame.but(
@@ -102,6 +110,7 @@ BEFORE = {
     "IgnoresTheStepBias": without("dt_bias"),
     "IgnoresTheConvBias": without("bias"),
     "FirstGroup": first_group,
+    "RatesOfSums": of_sums,
 }
 
 

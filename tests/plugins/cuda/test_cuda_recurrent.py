@@ -49,6 +49,8 @@ def delta(spec: LayerSpec, name: str) -> Any:
         if spec.kind is not AttentionKind.RWKV7:
             assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
         inputs = {n: a[n][0] for n in form_of(spec).inputs}
+        rates = inputs["g" if "g" in inputs else "w"]
+        assert not name.startswith("chunk") or rates.min() >= -104, "chunks sum rates up in float32"
         out, final = scan_by_reference(
             spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
             a["cu_seqlens"].tolist(),
@@ -181,7 +183,7 @@ CASES = [
     [[(1, 5), (1, 1), (1, 0), (1, 9)], [(6, 6), (6, 9), (1, 0), (0, 4), (3, 20)]],
     ids=str,
 )
-@pytest.mark.parametrize("numbers", ["usual", "growing"])
+@pytest.mark.parametrize("numbers", ["usual", "growing", "resets"])
 def test_recurrent(
     backend: str, spec: LayerSpec, lengths: Lengths, numbers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +199,8 @@ def test_recurrent(
     monkeypatch.setitem(sys.modules, "causal_conv1d", conv)
     made: RecurrentBackend = getattr(polyattn_cuda.recurrent, backend)(spec, None, CUDA_ON_CPU)
     group = LayerGroup(select(spec, "cpu", backend="VANILLA_SCAN"))
-    work = workload(group, lengths, numbers=numbers).remembered()
+    step = {"numbers": numbers}
+    work = workload(group, lengths, numbers=numbers, step=step).remembered()
     plan = made.plan(work.batch)
     fresh = [query for query, _ in lengths]
     made.plan(Batch.from_lens(fresh, fresh, state_slots=work.batch.state_slots))  # another step's

@@ -116,9 +116,9 @@ def attend_cached(
 ) -> tuple[Tensor, Tensor | None]:
     """Append new keys to a caller's own cache, and attend over it for packed queries.
 
-    Queries that see by position (a causal mask, a window) are rotated from their sequence's length on,
-    others all by that length. If lengths stay on the device, only POLYATTN_CHECKS=1 checks that a
-    sequence has room.
+    Queries that see by position (a causal mask, a window, chunks) are rotated from their sequence's
+    length on, others all by that length. If lengths stay on the device, only POLYATTN_CHECKS=1 checks
+    that a sequence has room.
 
     Args:
         query: (tokens, heads, size), sequences one after another; without `query_lens`, rows (num_seqs,
@@ -161,8 +161,8 @@ def attend_cached(
             "quantised cache by a layer (polyattn.Attention), which has its scales"
         )
     lens = _lens(cache_seqlens, len(lens_of), cache, new)
-    by_position = options.causal or (options.sliding_window, options.window_right) != (None, None)
-    step = 1 if by_position else 0
+    sides = options.sliding_window, options.window_right, options.chunk_size
+    step = 1 if options.causal or sides != (None, None, None) else 0
     bound, pages = None, _pages_by_device(query, lens_of, cache, lens, new, turns, alibi_slopes)
     if pages is not None:
         assert isinstance(lens, Tensor)

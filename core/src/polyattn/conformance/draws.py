@@ -15,6 +15,7 @@ from polyattn.conformance.cases.functions import functions, refused
 from polyattn.conformance.cases.recurrent import specs as recurrent_specs
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import PolyattnError, SpecError
+from polyattn.families.recurrent.workload import unusual
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.variants import register_variant, variants
@@ -109,7 +110,7 @@ def drawn_numbers(data: st.DataObject, spec: LayerSpec) -> dict[str, str]:
     """Return the option by which a layer's numbers, and its steps', are drawn."""
     if spec.recurrent is None:
         return {}
-    return {"numbers": data.draw(st.sampled_from([USUAL, "growing", "forgetting"]))}
+    return {"numbers": data.draw(st.sampled_from([USUAL, *unusual(spec)]))}
 
 
 @st.composite

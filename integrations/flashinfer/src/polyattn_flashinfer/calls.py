@@ -132,6 +132,11 @@ class Step:
                 "(tokens, heads, size)"
             )
         scores, more = self.scores, dict[str, Any]()
+        if sinks is not None and scores.pos_encoding_mode == "ALIBI":
+            raise PolyattnError(
+                "sinks with pos_encoding_mode='ALIBI': FlashInfer counts each step's queries from 0, "
+                "which weighs a sink otherwise after a context; leave one out"
+            )
         options = scores.options(query.shape[2], window_left, scale, needs_lse)
         if scores.mask is not None:
             more["mask"] = "custom"

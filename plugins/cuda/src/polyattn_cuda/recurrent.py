@@ -76,6 +76,10 @@ class SlotStates(RecurrentBackend):
         """Run sequences of one token each."""
 
 
+FORGOTTEN = -104.0
+"""Of a log decay: e^-104 is 0 in float32. Sums of less lose digits; infinity less itself is NaN."""
+
+
 def step_size(dt: Tensor, params: Tensors, softplus: bool) -> Tensor:
     """Return Mamba's step size, float32."""
     dt = dt.float() + params["dt_bias"] if "dt_bias" in params else dt.float()
@@ -132,10 +136,11 @@ class FlashLinearAttention(SlotStates):
         )
 
         assert self.spec.recurrent is not None
-        decode = plan.batch.all_decode
-        call = fused_recurrent_gated_delta_rule if decode else chunk_gated_delta_rule
+        call, g = fused_recurrent_gated_delta_rule, x["g"][None].float()
+        if not plan.batch.all_decode:  # chunks take differences of sums
+            call, g = chunk_gated_delta_rule, g.clamp(min=FORGOTTEN)
         result, final = call(
-            q=x["q"][None], k=x["k"][None], v=x["v"][None], g=x["g"][None].float(),
+            q=x["q"][None], k=x["k"][None], v=x["v"][None], g=g,
             beta=x["beta"][None], scale=self.spec.scale, initial_state=initial,
             output_final_state=True, use_qk_l2norm_in_kernel=self.spec.recurrent.qk_norm,
             cu_seqlens=plan.starts,
@@ -162,6 +167,9 @@ class FlashLinearChannels(SlotStates):
             options["use_qk_l2norm_in_kernel"] = spec.recurrent.qk_norm
         else:
             call = fused_recurrent_rwkv7 if decode else chunk_rwkv7
+        if not decode:
+            rate = "g" if "g" in tensors else "w"
+            tensors[rate] = tensors[rate].clamp(min=FORGOTTEN)
         result, final = call(
             **tensors,
             scale=spec.scale,

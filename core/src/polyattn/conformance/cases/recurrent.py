@@ -11,6 +11,7 @@ from polyattn.conformance.cases import invariance
 from polyattn.conformance.cases.functions import FEATURES, refused, registered
 from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
+from polyattn.families.recurrent.workload import unusual
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind, GraphCapture
@@ -89,7 +90,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         exact = next((d for d in ("float64", "float32") if d in caps.dtypes), dtype)
         cases.append(Case("pieces", kind.value, base.replace(dtype=exact), "none"))
         if kind is not AttentionKind.SHORT_CONV:
-            for inputs in ("growing", "forgetting"):
+            for inputs in unusual(base):
                 cases.append(Case("recurrence", kind.value, base, "mixed", inputs))
         cases += [
             Case(looked_at, kind.value, base, "mixed")

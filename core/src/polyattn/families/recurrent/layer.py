@@ -159,8 +159,9 @@ class Recurrent(Layer):
         check_tensors(device, out=(out, self.output_shape(tokens), self.dtype))
         if not out.is_contiguous():
             raise BatchError(f"out has strides {out.stride()}; a recurrence's output is contiguous")
-        if not fresh:
+        if not fresh and (self.checks or cache is not self._known_cache):
             check_apart(out, **named)
+            self._known_cache = cache
         if not isinstance(cache, StateCache):
             raise BatchError(f"states is a {type(cache).__name__}; it must be a StateCache")
         check_tensor("states", cache.data, device)

@@ -32,6 +32,10 @@ GROWTH, FORGETTING = 0.03, 40.0
 
 No trained model grows for long; none is forbidden to.
 """
+RATES = {"g", "w"}
+"""Inputs that are exponents of each token's own."""
+RESETS = (-900.0, -1e6, -torch.inf)
+"""Exponents by which a token forgets all: another text begins within a sequence."""
 
 
 class RecurrentWorkload(Workload):
@@ -48,7 +52,7 @@ class RecurrentWorkload(Workload):
     ):  # fmt: skip
         """Draw a step.
 
-        - `numbers`: `growing` and `forgetting` are unusual.
+        - `numbers`: those of `unusual` are unusual.
         - `targets`: states end elsewhere, of `sequences` or `tokens`.
         - `like`: another layer's step, whose slots this one has too.
         """
@@ -69,15 +73,15 @@ class RecurrentWorkload(Workload):
         """Return a recurrent layer with random parameters."""
         params = recurrent_params(group.spec, dice.generator)
         for name in {"A", "decay"} & params.keys():
-            params[name] = rates(params[name], numbers)
+            params[name] = rates(params[name], numbers, dice.generator)
         return Recurrent(group, checks=checks, **params)
 
     def more(self, count: int) -> list[Tensor]:
         """Return the inputs of that many tokens, in the form's order."""
         inputs = recurrent_inputs(self.spec, count, self.dice.generator, self.device)
         for index, name in enumerate(self.layer.form.inputs):
-            if name in ("g", "w"):
-                inputs[index] = rates(inputs[index], self.numbers)
+            if name in RATES:
+                inputs[index] = rates(inputs[index], self.numbers, self.dice.generator)
         return inputs
 
     def _lay(self, slots: Sequence[int]) -> None:
@@ -273,12 +277,24 @@ def _errors(actual: Tensor, right: Tensor) -> Tensor:
     return row_errors(actual.reshape(len(right), -1), right.cpu().reshape(len(right), -1))
 
 
-def rates(usual: Tensor, numbers: str) -> Tensor:
-    """Return exponents of the same shape that make a state grow, or forget all at once."""
+def unusual(spec: LayerSpec) -> list[str]:
+    """Return the unusual numbers that a layer's steps may be drawn with."""
+    resets = ["resets"] if RATES & form_of(spec).inputs.keys() else []
+    return ["growing", "forgetting", *resets]
+
+
+def rates(usual: Tensor, numbers: str, generator: torch.Generator) -> Tensor:
+    """Return exponents of the same shape: a state grows, forgets all at once, or at some tokens."""
     if numbers == "growing" and usual.numel():
         return (usual.abs() / usual.abs().max().clamp(min=1e-6) * GROWTH).to(usual.dtype)
     if numbers == "forgetting":
         return usual - FORGETTING
+    if numbers == "resets":
+        drawn = torch.randint(6 * len(RESETS), usual.shape, generator=generator, device="cpu")
+        resets = usual.float()  # float16 has no -1e6: it becomes -inf
+        for which, rate in enumerate(RESETS):
+            resets.masked_fill_((drawn == which).to(usual.device), rate)
+        return resets.to(usual.dtype)
     return usual
 
 
