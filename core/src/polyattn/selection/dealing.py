@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -134,8 +134,8 @@ def _cut(step: Step, processors: int) -> Counts:
     merging = most * heads < FULL * processors and loaded > UNCUT
     if merging:
         limit = -(-int(each.dot(tops)) * heads * 11 // (10 * processors))
-        each_parts = (tops + (limit - 1)) // limit
-        each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        most_parts = _most_parts(most * heads, min(loaded, processors), processors)
+        each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
         parts = largest(each_parts)
         tokens += PARTIAL * int(step.queries.dot(each_parts))
     costs, turns = blocks + BEGIN, heads
@@ -158,9 +158,10 @@ def _cut(step: Step, processors: int) -> Counts:
     return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
 
 
+@lru_cache(4096)
 def _most_parts(tiles: int, blocks: int, processors: int) -> int:
-    """Return into how many parts FlashAttention-3 cuts a tile at the most."""
-    rounds = tiles * np.arange(1, min(blocks, processors) + 1) / processors
+    """Return into how many parts FlashAttention-3 cuts a tile of so many blocks at the most."""
+    rounds = tiles * np.arange(1, blocks + 1) / processors
     busy = rounds / np.ceil(rounds)
     return 1 + int(np.argmax(busy >= NEARLY * busy.max()))
 
@@ -223,12 +224,11 @@ def _packed(step: Step, processors: int) -> Counts:
         tokens += READ * int(step.queries.dot(rows.parts > 1)) + COPIED * step.tokens
     on_one = 1 if rows.pieces * heads <= processors else 2
     block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
-    share, last = ((pages + (block - 1)) & -block for pages in (rows.share, rows.last))
     if rows.most == 1 and step.most > SHORT:
         seen = step.tiles(group, high, block * PAGE)[2] * block
         ends = ended(seen + PACKED_BEGIN, slots, heads)
     else:
-        ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN, heads, slots)
+        ends = rows.ended(PACKED_BEGIN, heads, slots, block)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     launched = merged * (1 + LAUNCHED / heads)
     return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)

@@ -202,11 +202,16 @@ class Rows(NamedTuple):
             last, share = (last + (unit - 1)) // unit, (share + (unit - 1)) // unit
         return cls(each, parts, share, last, largest(parts), int(each.dot(parts)))
 
-    def ended(self, begin: int, times: int, processors: int) -> Ends:
-        """Return when the last piece ends, each so many times. `begin`: what it costs beside its own."""
+    def ended(self, begin: int, times: int, processors: int, block: int = 1) -> Ends:
+        """Return when the last piece ends, each so many times. `begin`: what it costs beside its own.
+
+        `block`: what a piece's cost is rounded up to, a power of two.
+        """
         each, parts, share, last, _, pieces = self
         if pieces * times <= processors:
-            return at(largest(share) + begin)
+            return at(-(-largest(share) // block) * block + begin)
+        if block > 1:
+            share, last = (share + (block - 1)) & -block, (last + (block - 1)) & -block
         costs = cut(share.repeat(each), last.repeat(each), parts.repeat(each)) + begin
         return ended(costs, processors, times, EACH)
 
