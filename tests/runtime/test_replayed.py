@@ -102,6 +102,27 @@ def test_mixed_buffers_have_text_positions_on_every_axis(positions: torch.Tensor
     assert step.positions[:, -2:].tolist() == [wanted] * 3
 
 
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_hold_one_step_wherever_its_lengths_are(query_len: int, on_device: bool) -> None:
+    buffers = StepBuffers(4, query_len, 48, 16, "cpu")
+    for lens in ([9, 40, 5, 7], [33, 12], [8, 2, 30]):
+        count, padding = len(lens), 0 if query_len == 1 else query_len
+        starts, table = list(range(0, count * query_len + 1, query_len)), torch.ones(count, 3).int()
+        given = torch.tensor(lens, dtype=torch.int32) if on_device else lens
+        slots = torch.arange(count * query_len)
+        step = buffers.fill(Batch(starts, given, table, slots))
+        held = lens + [padding] * (4 - count)
+        assert step.lens == step.host_lens.tolist() == step.seq_lens.tolist() == held
+        assert step.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+        assert step.max_seq_len == max(lens)
+        assert step.block_table is not None
+        assert step.block_table.sum(1).tolist() == [3] * count + [0] * (4 - count)
+        room = 4 * query_len - len(slots)
+        assert step.slot_mapping is not None
+        assert step.slot_mapping.tolist() == [*slots.tolist(), *[-1] * room]
+
+
 def test_graphs_are_captured_on_their_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own stream of captures is of the device that the process captured on first."""
     group, said, current = LayerGroup(SPEC), [], ["cuda:0"]

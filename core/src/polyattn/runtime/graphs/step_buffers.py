@@ -186,13 +186,14 @@ class StepBuffers:
         count, tokens = batch.num_seqs, batch.num_tokens
         lens = np.full(self.num_seqs, self.padding_len, np.int64)
         lens[:count] = batch.host_lens
-        if batch.lens_are_bounds:  # the device's count
-            self.seq_lens.fill_(self.padding_len)
-            self.seq_lens[:count] = batch.seq_lens
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if batch.lens_are_bounds or "seq_lens" in vars(batch):  # which count, and are there
+            pairs.append((self.seq_lens[:count], batch.seq_lens))
+            if count < self.num_seqs:
+                self.seq_lens[count:] = self.padding_len
         else:
             self._put(self.seq_lens, lens)
         self.slots.fill_(-1)
-        pairs: list[tuple[Tensor, Tensor]] = []
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
             pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
