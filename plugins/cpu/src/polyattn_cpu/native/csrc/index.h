@@ -66,7 +66,7 @@ template <class T, class Engine>
 struct Index {
   IndexRun *run;
   const IndexItem &item;
-  const pa_index &x;
+  const IndexCall &x;
   static constexpr int KEY_ROWS = (Engine::PLANES ? 2 : 1) * INDEX_TILE;  // tiles are converted beside products
   const int rows, lanes, vectors, room;
   Sizes is;

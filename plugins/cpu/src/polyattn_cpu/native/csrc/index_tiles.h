@@ -392,7 +392,9 @@ struct IndexProducts {
     const char *keys, *scale;
     int32_t first, count;
   };
-  static constexpr int AHEAD = 256 / STEP, RING = 64;
+  // Keys that are asked for ahead; pages whose addresses are found at a time, as an ask waits for its address, and what
+  // is behind it waits with it.
+  static constexpr int AHEAD = 256 / STEP, BURST = 512 / STEP, RING = 128;
   struct Steps {
     Step ring[RING];
     int32_t entry;
@@ -409,6 +411,7 @@ struct IndexProducts {
       for (int t = 0; t < count; t += STEP) {
         Step step = {run.at + (int64_t)t * bytes, run.scale + 4 * t, run.first + t, pa_min(STEP, count - t)};
         for (int i = 0; of.x.scaled && i < STEP; i += W) prefetch_l2_here(step.scale + 4 * i);
+        if (t * bytes % 4096 == 0) prefetch_l2_here(step.keys);
         if (step.count < STEP) {  // at the end of an item, or of its first page
           char *to = room + ++steps.copied * STEP * bytes;
           step.keys = (const char *)__builtin_memcpy(to, step.keys, (int64_t)step.count * bytes);
@@ -429,7 +432,7 @@ struct IndexProducts {
     Steps steps;
     steps.entry = of.item.from;
     steps.known = steps.copied = 0;
-    if (!find_steps(steps, AHEAD)) return false;
+    if (!find_steps(steps, AHEAD + BURST)) return false;
     uint32_t *const images = of.keys;
     const int64_t words = KT * (SIZE / 32) * TILE_WORDS;
     convert_all({steps[0].keys, NULL, images});
@@ -458,7 +461,7 @@ struct IndexProducts {
       }
     };
     for (int i = 0; steps[i].count; i++) {
-      if (steps.known <= i + AHEAD && !find_steps(steps, i + AHEAD)) return false;
+      if (steps.known <= i + AHEAD && !find_steps(steps, i + AHEAD + BURST)) return false;
       const Step now = steps[i];
       uint32_t *const image = images + i % 2 * words;
       vf by_key[KT];
@@ -491,6 +494,11 @@ struct IndexProducts {
     Keys some;
     for (int n = AHEAD * STEP; !of.x.within && n > 0 && of.keys_from(entry, n, some) > 0; n -= some.count) {
       for (int b = 0; b < some.count * of.x.head_size * (int)sizeof(T); b += 64) prefetch_l2_here(some.at + b);
+    }
+    // The first candidates are all written down, and a store that waits for its line holds up those behind it.
+    for (int i = 0; i < of.room && of.item.tokens == 1; i += W) {
+      __asm__ volatile("prefetchw %0" : : "m"(of.ranks[i]));
+      __asm__ volatile("prefetchw %0" : : "m"(of.found[i]));
     }
   }
 
