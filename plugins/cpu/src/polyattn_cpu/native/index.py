@@ -58,10 +58,9 @@ class NativeIndex(IndexBackend):
 
         # A cold call pays for each function and object that it touches.
         def run(query: Tensor, keys: Tensor, weights: Tensor | None, out: Tensor) -> None:
-            failed = library.pa_choose(
-                by, packed, threads, query.data_ptr(), keys.data_ptr(),
-                0 if weights is None else weights.data_ptr(), out.data_ptr(),
-            )  # fmt: skip
+            heads = 0 if weights is None else weights.data_ptr()
+            at = query.data_ptr(), keys.data_ptr(), heads, out.data_ptr()
+            failed = library.pa_choose(by, packed, threads, *at)
             if failed:
                 raise self._failure(failed, blocks)
 
