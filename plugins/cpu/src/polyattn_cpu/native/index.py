@@ -21,9 +21,7 @@ from torch import Tensor
 from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES, kernels
 from polyattn_cpu.native.library import NativeError, isa
 
-_INDEX = struct.Struct("@8P7qd18if4x")
-_TENSORS = struct.Struct("@5P")
-"""What differs between like calls: it comes first in `pa_index`."""
+_INDEX = struct.Struct("@4P7qd18if4x")
 
 
 class NativeIndex(IndexBackend):
@@ -44,28 +42,34 @@ class NativeIndex(IndexBackend):
                 within = torch.full((len(frame.query), 1, 1), -1, dtype=torch.int32, device="cpu")
             if within.stride(2) != 1:
                 within = within.contiguous()
-        packed, _held = self._packed(plan, frame, within)
-        self._choose(packed, len(frame.keys))
+        packed, (query, _table, weights) = self._packed(plan, frame, within)
+        self._bound(packed, len(frame.keys))(query, frame.keys, weights, frame.out)
 
     def addressed(self, plan: Plan, frame: IndexFrame) -> AddressedIndex | None:
         packed, held = self._packed(plan, frame)
         theirs = frame.query, plan.batch.block_table, frame.weights
         if any(one is not other for one, other in zip(held, theirs, strict=True)):
             return None  # it is a copy
-        pack, rest = _TENSORS.pack, packed[_TENSORS.size :]
-        choose, blocks = self._choose, len(frame.keys)
+        return self._bound(packed, len(frame.keys))
 
+    def _bound(self, packed: bytes, blocks: int) -> AddressedIndex:
+        """Return the call of a step's `pa_index` for the tensors of any of its layers."""
+        library, by, threads = kernels(), self._by, torch.get_num_threads()
+
+        # A cold call pays for each function and object that it touches.
         def run(query: Tensor, keys: Tensor, weights: Tensor | None, out: Tensor) -> None:
-            of_weights = 0 if weights is None else weights.data_ptr()
-            these = pack(query.data_ptr(), keys.data_ptr(), of_weights, 0, out.data_ptr())
-            choose(these + rest, blocks)
+            heads = 0 if weights is None else weights.data_ptr()
+            at = query.data_ptr(), keys.data_ptr(), heads, out.data_ptr()
+            failed = library.pa_choose(by, packed, threads, *at)
+            if failed:
+                raise self._failure(failed, blocks)
 
         return run
 
     def _packed(
         self, plan: Plan, frame: IndexFrame, within: Tensor | None = None
     ) -> tuple[bytes, tuple[Any, ...]]:
-        """Return `pa_index`, and the query, the block table and the weights whose addresses it has."""
+        """Return `pa_index`, and the query, the block table and the weights of its form."""
         spec, batch, keys, out = self.spec.indexer, plan.batch, frame.keys, frame.out
         assert spec is not None and batch.block_table is not None
         query, table = frame.query, batch.block_table
@@ -81,8 +85,8 @@ class NativeIndex(IndexBackend):
         blocks, block_size, _ = keys.shape
         scaled, part = spec.cache_dtype == "fp8_scaled", spec.budget
         packed = _INDEX.pack(
-            query.data_ptr(), keys.data_ptr(), _address(weights), _address(within), out.data_ptr(),
-            table.data_ptr(), batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
+            0 if within is None else within.data_ptr(), table.data_ptr(),
+            batch.query_start_loc.data_ptr(), batch.seq_lens.data_ptr(),
             *query.stride()[:2], keys.stride(0) * keys.itemsize, blocks, table.stride(0),
             *steps[:2],
             part if isinstance(part, float) else 0.0,
@@ -94,18 +98,12 @@ class NativeIndex(IndexBackend):
         )  # fmt: skip
         return packed, (query, table, weights)
 
-    def _choose(self, packed: bytes, blocks: int) -> None:
-        failed = kernels().pa_choose(self._by, packed, torch.get_num_threads())
+    def _failure(self, failed: int, blocks: int) -> Exception:
         if failed > 0:
-            raise BatchError(
+            return BatchError(
                 f"block_table points outside the index cache's {blocks} blocks; the tokens of the "
                 "sequences that do have no choice"
             )
-        if failed:
-            raise NativeError(
-                f"NATIVE_INDEX by {self.by}: there is no memory; let other work end first"
-            )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+        return NativeError(
+            f"NATIVE_INDEX by {self.by}: there is no memory; let other work end first"
+        )

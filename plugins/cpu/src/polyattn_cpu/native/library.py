@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 14
+ABI = 15
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -55,7 +55,7 @@ def load() -> ctypes.CDLL:
         ("pa_attend", ctypes.c_int, [pointer, text]),
         ("pa_store", ctypes.c_int64, [text, text, count, count]),
         ("pa_scan_step", ctypes.c_int64, [text, text, count]),
-        ("pa_choose", ctypes.c_int, [text, text, count]),
+        ("pa_choose", ctypes.c_int, [text, text, count, *[pointer] * 4]),
         ("pa_pages", ctypes.c_int, [text, count]),
         ("pa_attend_chosen", ctypes.c_int, [pointer, text, text, text]),
     ):

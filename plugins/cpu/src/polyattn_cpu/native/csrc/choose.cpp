@@ -18,7 +18,7 @@ IndexSight pa_index_sight(const IndexRun *run, int32_t seq, int32_t position) {
 }
 
 void pa_write_choice(const IndexRun *run, int32_t row, const IndexSight &sight, const int32_t *ids, int32_t n) {
-  const pa_index &x = *run->index;
+  const IndexCall &x = *run->index;
   int32_t *out = x.out + (int64_t)row * x.width;
   int32_t at = n;
   std::copy(ids, ids + n, out);
@@ -125,11 +125,12 @@ int pa_pages(const pa_chosen *chosen, int32_t threads) {
   return pa_parallel(chosen->num_tokens, threads, pa_row_room(chosen), write_pages, (void *)chosen) ? 0 : -1;
 }
 
-int pa_choose(const char *isa, const pa_index *index, int32_t threads) {
-  const pa_index &x = *index;
+int pa_choose(const char *isa, const pa_index *index, int32_t threads, const void *query, const void *keys,
+              const float *weights, int32_t *out) {
+  const IndexCall x = {*index, query, keys, weights, out};
   const KernelTable *kernels = pa_kernels_for(isa);
   if (!kernels) return -2;
-  IndexRun run = {index, kernels, nullptr, nullptr, nullptr, 0, x.width - x.tail, 0};
+  IndexRun run = {&x, kernels, nullptr, nullptr, nullptr, 0, x.width - x.tail, 0};
   const int32_t known = x.num_seqs ? pa_min(x.starts[x.num_seqs], x.num_tokens) : 0;
   std::fill(x.out + (int64_t)known * x.choices * x.width, x.out + (int64_t)x.num_tokens * x.choices * x.width, -1);
   const int32_t most = pa_max(1, pa_min(QUERY_TOKENS, QUERY_ROWS / x.num_heads));

@@ -66,7 +66,7 @@ template <class T, class Engine>
 struct Index {
   IndexRun *run;
   const IndexItem &item;
-  const pa_index &x;
+  const IndexCall &x;
   static constexpr int KEY_ROWS = (Engine::PLANES ? 2 : 1) * INDEX_TILE;  // tiles are converted beside products
   const int rows, lanes, vectors, room;
   Sizes is;
@@ -123,9 +123,10 @@ struct Index {
   bool is_row(int lane) const { return lane % rows < x.num_heads && lane / rows < item.tokens; }
 
   void take_weights() {
-    for (int lane = 0; lane < vectors * W; lane++) {
-      const int64_t row = (int64_t)(item.token + lane / rows) * x.num_heads + lane % rows;
-      weights[lane] = !is_row(lane) ? 0.0f : x.weights ? x.weights[row] : 1.0f;
+    __builtin_memset(weights, 0, 4L * vectors * W);
+    for (int i = 0; i < item.tokens; i++) {
+      const float *from = x.weights ? x.weights + (int64_t)(item.token + i) * x.num_heads : NULL;
+      for (int j = 0; j < x.num_heads; j++) weights[i * rows + j] = from ? from[j] : 1.0f;
     }
   }
   // How many vectors a panel has, and which ones the last has.
@@ -138,11 +139,12 @@ struct Index {
     for (int v = 0; v < vectors; v++) {
       const int panel = v / each, ld = Engine::PLANES ? W : pa_min(each, vectors - panel * each) * W;
       uint32_t *to = packed + (Engine::PLANES ? (int64_t)v * W * is.k : (int64_t)panel * each * W * is.k + v % each * W);
+      const char *from[W];
+      for (int r = 0; r < W; r++) from[r] = is_row(v * W + r) ? query_of(v * W + r) : NULL;
       for (int d = 0; d < is.k; d += W) {
         vf block[W];
         for (int r = 0; r < W; r++) {
-          const int lane = v * W + r;
-          block[r] = is_row(lane) ? IndexQuery<T, Engine>::part(query_of(lane), x.dtype, d, x.head_size) : vf{};
+          block[r] = from[r] ? IndexQuery<T, Engine>::part(from[r], x.dtype, d, x.head_size) : vf{};
         }
         transpose(block);
         for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
@@ -172,7 +174,7 @@ struct Index {
     }
     if (x.within) take_held(item.to);
     take_weights();
-    __builtin_memset(s, 0, 4L * (INDEX_TILE + W) * Engine::VECTORS * W);
+    if (!Engine::PLANES) __builtin_memset(s, 0, 4L * (INDEX_TILE + W) * Engine::VECTORS * W);
   }
 
   // A page's keys; NULL where the table points outside the cache.
@@ -527,28 +529,31 @@ struct Index {
   }
 
   void all() {
-    begin();
     float by = x.scale;
+    bool fine;
+    Engine::begin();
+#if defined(__AMX_BF16__)
+    fine = choose_by_registers(*this, by);
+#else
+    begin();
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
     few = is_few_rows(x, item.tokens);
     if (few) {
       take_few_rows();
       by /= FACTOR;
-    } else
-#endif
+    } else {
       take_queries();
-    Engine::begin();
-    bool fine;
-#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
+    }
     if constexpr (SIZE > 0) {
       take_factors(0, by);
       fine = in_runs() ? by_rows([&](auto rows) { return choose_runs<rows(), SIZE>(); }) : choose_tiles(by);
-    } else
-#endif
-#if defined(__AMX_BF16__)
-      fine = choose_by_registers(*this, by);
-#else
+    } else {
       fine = choose_tiles(by);
+    }
+#else
+    take_queries();
+    fine = choose_tiles(by);
+#endif
 #endif
     Engine::end();
     if (!fine) {

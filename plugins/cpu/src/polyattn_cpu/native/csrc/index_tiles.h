@@ -111,11 +111,10 @@ struct IndexQuery<e4m3, TileEngine> {
 // folded, and a later step's keys are converted and those of the next group asked for. All that a step touches, and
 // what streams through, must stay in the first cache: a second place for the sums made it a third slower.
 //
-// SIZE: of a key, where the compiler knows it, else 0. Of 128 the products are written out, and addresses are constants.
+// SIZE: of a key, where the compiler knows it, else 0. Of 128 the products are woven with what is beside them.
 template <class Of, class T, int KT, int SIZE>
 struct IndexProducts {
   static constexpr int HT = 4 / KT, STEP = KT * 16;  // keys
-  static constexpr bool WOVEN = SIZE && KT == 1;
   static_assert(SIZE == 0 || SIZE == 128, "the products are written out");
   // Keys that are scored together: where they lie, and their scores' factors.
   struct Group {
@@ -163,23 +162,46 @@ struct IndexProducts {
         bytes(of.x.head_size * (int)sizeof(T)), floor(splat(of.x.relu ? 0.0f : -INFINITY)),
         partial(of.s + 4 * TILE_WORDS), room((char *)(of.keys + 2 * block * depth * 16)), weights(of.weights) {}
 
-  template <bool MORE>
-  PA_ALWAYS static void fold_key(const vf *weight, vf floor, __mmask16 more, const float *sums, float *to) {
+  PA_ALWAYS static void take_weights(const float *from, vf *to) {
+    PA_UNROLLED
+    for (int i = 0; i < HT; i++) to[i] = loadf(from + i * W);
+  }
+  // A key's products by lanes of heads: `sums`, of several PANELS of heads with those before, where `more` says so.
+  template <bool PANELS>
+  PA_ALWAYS static vf fold_key(const vf *weight, vf floor, const float *sums, __mmask16 more, const float *before) {
     vf sum = vmax(floor, loadf(sums)) * weight[0];
-    if (MORE) sum = (vf)_mm512_maskz_loadu_ps(more, to) + vmax(floor, loadf(sums)) * weight[0];
+    if (PANELS) sum = (vf)_mm512_maskz_loadu_ps(more, before) + vmax(floor, loadf(sums)) * weight[0];
     in_register(sum);  // the order of additions
     PA_UNROLLED
     for (int i = 1; i < HT; i++) sum += vmax(floor, loadf(sums + KT * i * TILE_WORDS)) * weight[i];
-    write(to, sum);
+    return sum;
   }
-  PA_ALWAYS void take_weights(vf *to) const {
-    PA_UNROLLED
-    for (int i = 0; i < HT; i++) to[i] = loadf(weights + i * W);
+  // Keys [KEY, END) of a visit: sums over heads of each, of four, then of 16; of several PANELS to `partial`.
+  template <bool PANELS, int KEY, int END>
+  PA_ALWAYS static void fold_keys(const vf *weight, vf floor, const float *s, __mmask16 more, float *partial, vf *four,
+                                  vf *quarter, vf *sum) {
+    if constexpr (KEY < END) {
+      four[KEY % 4] = fold_key<PANELS>(weight, floor, s + KEY * W, more, partial + KEY * W);
+      if (PANELS) write(partial + KEY * W, four[KEY % 4]);
+      if (!PANELS && KEY % 4 == 3) quarter[KEY / 4 % 4] = sums<1, 4>(four);
+      if (!PANELS && KEY % 16 == 15) sum[KEY / 16] = sums<4, 4>(quarter);
+      fold_keys<PANELS, KEY + 1, END>(weight, floor, s, more, partial, four, quarter, sum);
+    }
   }
   PA_NOINLINE void fold_all() const {
     vf weight[HT];
-    take_weights(weight);
-    for (int i = 0; i < STEP; i++) fold_key<true>(weight, floor, more, of.s + i * W, partial + i * W);
+    take_weights(weights, weight);
+    for (int i = 0; i < STEP; i++) {
+      write(partial + i * W, fold_key<true>(weight, floor, of.s + i * W, more, partial + i * W));
+    }
+  }
+  PA_NOINLINE void sum_all(vf *sum) const {  // over lanes of what is folded
+    for (int i = 0; i < KT; i++) {
+      vf of_key[W];
+      PA_UNROLLED
+      for (int j = 0; j < W; j++) of_key[j] = loadf(partial + (i * W + j) * W);
+      sum[i] = sums(of_key);
+    }
   }
   PA_ALWAYS static uint32_t *image_of(uint32_t *to, int key, int depth) {
     return to + key / 16 * depth * TILE_WORDS + key % 16 * 16;
@@ -217,127 +239,100 @@ struct IndexProducts {
     return next;
   }
 
-  // Of a step's keys and a panel's heads: the products of their images. MORE: what is folded may follow other panels.
-  // `next` is a copy: its addresses stay in registers, while any store may change memory that is referred to.
-  template <bool CONVERTS, bool MORE>
-  PA_NOINLINE void multiply(const uint32_t *k, const uint32_t *q, Next next) const {
-    const int64_t image = SIZE ? SIZE / 32 * TILE_WORDS : depth * TILE_WORDS;
-    const TileKey<T> form;
-    const vf lowest = floor;
-    const __mmask16 more = this->more;
-    const float *const s = of.s;
-    float *const to = partial;
-    vf weight[HT];
-    take_weights(weight);
-    if (!SIZE) fold_all();
-    if (!SIZE && CONVERTS) convert_all(next);
-    const auto beside = [&](int product) __attribute__((always_inline)) {
-      PA_UNROLLED
-      for (int key = KT * product; SIZE && key < KT * (product + 1); key++) {
-        fold_key<MORE>(weight, lowest, more, s + key * W, to + key * W);
-        if (!CONVERTS) continue;
-        constexpr int BYTES = SIZE * (int)sizeof(T);
-        PA_UNROLLED
-        for (int b = 0; b < BYTES; b += 64) prefetch_l2_here(next.asked + key * BYTES + b);
-        form.take((const T *)(next.from + key * BYTES), image_of(next.to, key, SIZE / 32), SIZE);
-      }
-    };
-    const auto multiply_at = [&](int i) __attribute__((always_inline)) {
-      const uint32_t *a = k + i * TILE_WORDS, *b = q + i * TILE_WORDS;
-      _tile_loadd(4, a, 64);
-      _tile_loadd(6, b, 64);
+  // Of a step's keys and a panel's heads: the products of their images.
+  PA_NOINLINE void multiply(const uint32_t *k, const uint32_t *q, const Next *next) const {
+    const int64_t image = depth * TILE_WORDS;
+    fold_all();
+    if (next) convert_all(*next);
+    zero_sums();
+    for (int i = 0; i < depth; i++, k += TILE_WORDS, q += TILE_WORDS) {
+      _tile_loadd(4, k, 64);
+      _tile_loadd(6, q, 64);
       _tile_dpbf16ps(0, 4, 6);
-      beside(4 * i);
       if (KT == 1) {
-        _tile_loadd(7, b + image, 64);
+        _tile_loadd(7, q + image, 64);
         _tile_dpbf16ps(1, 4, 7);
-        beside(4 * i + 1);
-        _tile_loadd(6, b + 2 * image, 64);
+        _tile_loadd(6, q + 2 * image, 64);
         _tile_dpbf16ps(2, 4, 6);
-        beside(4 * i + 2);
-        _tile_loadd(7, b + 3 * image, 64);
+        _tile_loadd(7, q + 3 * image, 64);
         _tile_dpbf16ps(3, 4, 7);
       } else {
-        _tile_loadd(5, a + image, 64);
+        _tile_loadd(5, k + image, 64);
         _tile_dpbf16ps(1, 5, 6);
-        beside(4 * i + 1);
-        _tile_loadd(7, b + image, 64);
+        _tile_loadd(7, q + image, 64);
         _tile_dpbf16ps(2, 4, 7);
-        beside(4 * i + 2);
         _tile_dpbf16ps(3, 5, 7);
       }
-      beside(4 * i + 3);
-    };
-    zero_sums();
-    if (SIZE) {
-      multiply_at(0);
-      multiply_at(1);
-      multiply_at(2);
-      multiply_at(3);
-    } else {
-      for (int i = 0; i < depth; i++) multiply_at(i);
     }
     put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
   }
 
-  // Keys [KEY, END) of the step before, in a stream: sums over heads of each, of four, then of all.
-  template <int KEY, int END>
-  PA_ALWAYS static void fold_beside(const vf *weight, vf floor, const float *s, vf *four, vf *quarter) {
-    if constexpr (KEY < END) {
-      vf sum = vmax(floor, loadf(s + KEY * W)) * weight[0];
-      in_register(sum);  // the order of additions
-      PA_UNROLLED
-      for (int i = 1; i < HT; i++) sum += vmax(floor, loadf(s + KEY * W + i * TILE_WORDS)) * weight[i];
-      four[KEY % 4] = sum;
-      if (KEY % 4 == 3) quarter[KEY / 4] = sums<1, 4>(four);
-      fold_beside<KEY + 1, END>(weight, floor, s, four, quarter);
-    }
+  // How many keys are folded beside a visit's first products: none while sums leave their registers.
+  static constexpr int folded_by(int product) { return product < 4 ? 0 : (product - 4) * 4 * KT / 3; }
+  // The first or second part of the keys that are converted beside a product.
+  template <int PRODUCT, int PART>
+  PA_ALWAYS static void convert_part(const TileKey<T> &form, const Next &next, __m512i &seen) {
+    constexpr int KEY = KT * PRODUCT + (KT > 1) * PART;
+    const T *from = (const T *)next.from + KEY * SIZE;
+    uint32_t *to = image_of(next.to, KEY, SIZE / 32);
+    if (KT > 1 || !PART) form.template take_half<0>(from, to, seen);
+    if (KT > 1 || PART) form.template take_half<1>(from, to, seen);
   }
-  // How many of them are folded beside a step's first products: none while sums leave their registers.
-  static constexpr int folded_by(int product) { return product < 4 ? 0 : (product - 4) * 4 / 3; }
-  // Asks for a key of a later step, and for one of the step after the next into the first cache.
-  PA_ALWAYS static void ask(const char *far, const char *near) {
-    PA_UNROLLED
-    for (int b = 0; b < SIZE * (int)sizeof(T); b += 64) {
-      prefetch_l2_here(far + b);
-      prefetch(near + b);
-    }
-  }
-  // `multiply` of a step in a stream. Between each two products, whose unit is busy for 16 cycles, lie half a key's
-  // conversion, what is folded and the other half. The sums of the step before leave their registers beside the first
-  // products, for those that stood behind the last ones would leave the unit idle. Returns that step's sums over heads.
-  PA_NOINLINE static vf weave(const uint32_t *k, const uint32_t *q, float *s, const float *weights, vf floor, Next next,
-                              const char *near) {
-    constexpr int image = SIZE / 32 * TILE_WORDS, bytes = SIZE * (int)sizeof(T);
-    const TileKey<T> form;
-    vf weight[HT], four[4] = {}, quarter[4] = {};
-    for (int i = 0; i < HT; i++) weight[i] = loadf(weights + i * W);
+  // `multiply` of SIZE. Between each two products, whose unit is busy for 16 cycles, lie half of the keys that are
+  // converted there, what is folded and the other half. The sums of the visit before leave their registers beside the
+  // first products, for those that stood behind the last ones would leave the unit idle. Leaves that visit's sums over
+  // heads, one panel's. `near` (NULL: none): keys that are asked for once more, into the first cache.
+  // `next` is a copy: its addresses stay in registers, while any store may change memory that is referred to.
+  template <bool CONVERTS, bool PANELS, bool NEAR>
+  PA_ALWAYS static void weave(const TileKey<T> &form, const uint32_t *k, const uint32_t *q, float *s, const vf *weight, vf floor,
+                              __mmask16 more, float *partial, Next next, const char *near, vf *sum) {
+    constexpr int image = SIZE / 32 * TILE_WORDS, BYTES = KT * SIZE * (int)sizeof(T);
+    vf four[4] = {}, quarter[4] = {};
     __m512i seen = {};
-#define PA_WOVEN(I, J, B)                                                                     \
+#define PA_WOVEN(I, J, HEADS, KEYS2, HEADS2)                                                  \
   {                                                                                           \
-    constexpr int key = 4 * I + J;                                                            \
-    const T *from = (const T *)(next.from + key * bytes);                                     \
-    _tile_loadd(B, q + J * image + I * TILE_WORDS, 64);                                       \
-    form.template take_half<0>(from, image_of(next.to, key, SIZE / 32), seen);                \
+    constexpr int product = 4 * I + J;                                                        \
+    if (J == 0) _tile_loadd(4, k + I * TILE_WORDS, 64);                                       \
+    if (KT > 1 && J == 1) _tile_loadd(5, k + image + I * TILE_WORDS, 64);                     \
+    if (KT == 1) _tile_loadd(HEADS, q + J * image + I * TILE_WORDS, 64);                      \
+    if (KT > 1 && J % 2 == 0) _tile_loadd(HEADS2, q + J / 2 * image + I * TILE_WORDS, 64);    \
+    if (CONVERTS) convert_part<product, 0>(form, next, seen);                                 \
     if (I == 0) {                                                                             \
       _tile_stored(J, s + J * TILE_WORDS, 64);                                                \
       _tile_zero(J);                                                                          \
     }                                                                                         \
-    _tile_dpbf16ps(J, 4, B);                                                                  \
-    fold_beside<folded_by(key), folded_by(key + 1)>(weight, floor, s, four, quarter);         \
-    ask(next.asked + key * bytes, near + key * bytes);                                        \
-    form.template take_half<1>(from, image_of(next.to, key, SIZE / 32), seen);                \
+    if (KT == 1) _tile_dpbf16ps(J, 4, HEADS);                                                 \
+    if (KT > 1) _tile_dpbf16ps(J, KEYS2, HEADS2);                                             \
+    fold_keys<PANELS, folded_by(product), folded_by(product + 1)>(weight, floor, s, more, partial, four, quarter, sum); \
+    PA_UNROLLED                                                                               \
+    for (int b = product * BYTES; CONVERTS && b < (product + 1) * BYTES; b += 64) {           \
+      prefetch_l2_here(next.asked + b);                                                       \
+      if (NEAR) prefetch(near + b);                                                           \
+    }                                                                                         \
+    if (CONVERTS) convert_part<product, 1>(form, next, seen);                                 \
   }
-#define PA_WOVEN_ROW(I)                       \
-  _tile_loadd(4, k + I * TILE_WORDS, 64);     \
-  PA_WOVEN(I, 0, 6) PA_WOVEN(I, 1, 7) PA_WOVEN(I, 2, 6) PA_WOVEN(I, 3, 7)
+#define PA_WOVEN_ROW(I) PA_WOVEN(I, 0, 6, 4, 6) PA_WOVEN(I, 1, 7, 5, 6) PA_WOVEN(I, 2, 6, 4, 7) PA_WOVEN(I, 3, 7, 5, 7)
     PA_WOVEN_ROW(0)
     PA_WOVEN_ROW(1)
     PA_WOVEN_ROW(2)
     PA_WOVEN_ROW(3)
 #undef PA_WOVEN_ROW
 #undef PA_WOVEN
-    return sums<4, 4>(quarter);
+  }
+  template <bool CONVERTS, bool PANELS>
+  PA_NOINLINE void weave_visit(const uint32_t *k, const uint32_t *q, Next next, vf *sum) const {
+    vf weight[HT], some[KT];
+    take_weights(weights, weight);
+    weave<CONVERTS, PANELS, false>(TileKey<T>(), k, q, of.s, weight, floor, more, partial, next, NULL, some);
+    for (int i = 0; !PANELS && i < KT; i++) sum[i] = some[i];
+  }
+  // A visit, and what it converts, if anything. Leaves sums over heads of the visit before, of one panel of SIZE.
+  PA_ALWAYS void visit(const uint32_t *k, const uint32_t *q, const Next *next, vf *sum) const {
+    if (!SIZE) return multiply(k, q, next);
+    if constexpr (SIZE > 0) {
+      if (panels > 1) return next ? weave_visit<true, true>(k, q, *next, sum) : weave_visit<false, true>(k, q, {}, sum);
+      next ? weave_visit<true, false>(k, q, *next, sum) : weave_visit<false, false>(k, q, {}, sum);
+    }
   }
 
   // The next ones; false where the table points outside the cache.
@@ -372,13 +367,10 @@ struct IndexProducts {
     }
   }
   // Sums over heads of a token's keys from `t` on, as scores.
-  PA_NOINLINE void leave(int token, int t, const float *factors) const {
-    for (int i = 0; i < STEP; i += W) {
-      vf sum[W];
-      PA_UNROLLED
-      for (int j = 0; j < W; j++) sum[j] = loadf(partial + (i + j) * W);
-      const vf factor = (vf)(read<vu>(factors + t + i) & 0x7fffffffu);
-      write(of.scores + (int64_t)token * INDEX_TILE + t + i, sums(sum) * factor);
+  PA_ALWAYS void leave(int token, int t, const float *factors, const vf *sum) const {
+    for (int i = 0; i < KT; i++) {
+      const vf factor = (vf)(read<vu>(factors + t + i * W) & 0x7fffffffu);
+      write(of.scores + (int64_t)token * INDEX_TILE + t + i * W, sum[i] * factor);
     }
   }
   PA_NOINLINE void rank(const Group &group) {
@@ -391,84 +383,123 @@ struct IndexProducts {
     }
   }
 
-  // One token's keys with heads of one panel: a step after another, whichever runs they are of. What is folded is of
-  // the step before.
+  // One token's keys with heads of one panel: a step after another, whichever runs they are of.
   bool in_stream() const {
-    return SIZE && of.item.tokens == 1 && panels == 1 && !of.x.within && of.x.block_size % W == 0;
+    return SIZE && of.item.tokens == 1 && panels == 1 && !of.x.within && of.x.block_size % STEP == 0;
   }
-  PA_NOINLINE bool choose_stream(float by) {
-    constexpr int MOST = 8, RING = 16;  // runs that lines are asked for ahead; that are known
-    struct Scored {
-      const Keys *run;
-      int t;
-      vf factor[KT];
-    };
-    Keys runs[RING];
-    int32_t entry = of.item.from;
-    const int ahead = pa_max(1, pa_min(MOST, INDEX_TILE / of.x.block_size));
-    uint32_t *const images = of.keys;
-    const int64_t words = KT * depth * TILE_WORDS;
-    int known = 0, turn = 0;
-    by /= TileKey<T>::FACTOR;
-    const auto find_to = [&](int last) {
-      for (; known <= last; known++) {
-        Keys &run = runs[known % RING];
-        const int count = of.keys_from(entry, INDEX_TILE, run);
-        if (count < 0) return false;
-        if (!count) run = {0, 0, NULL, room};
-        for (int i = 0; of.x.scaled && i < count; i += 16) prefetch_l2_here(run.scale + 4 * i);
-      }
-      return true;
-    };
-    const auto piece = [&](const Keys &run, int t) {  // STEP keys from `t` on
-      const char *from = run.at + (int64_t)t * bytes;
-      const int count = run.count - t;
-      return count >= STEP ? from : count > 0 ? (const char *)__builtin_memcpy(room, from, (int64_t)count * bytes) : room;
-    };
-    const auto end = [&](const Scored &of_run, const vf *woven) __attribute__((always_inline)) {
-      for (int i = 0; i < KT; i++) {
-        vf sum[W];
-        PA_UNROLLED
-        for (int j = 0; j < W && !woven; j++) sum[j] = loadf(partial + (i * W + j) * W);
-        const vf all = woven ? *woven : sums(sum);
-        write(of.scores + of_run.t + i * W, all * (vf)((vu)of_run.factor[i] & 0x7fffffffu));
-      }
-      if (of_run.t + STEP >= of_run.run->count) of.rank_some(*of.ranked, of_run.run->first, of.scores, of_run.run->count);
-    };
-    if (!find_to(ahead)) return false;
-    convert_all({piece(runs[0], 0), NULL, images});
-    Scored before = {NULL, 0, {}};
-    for (int r = 0; runs[r % RING].count; r++) {
-      if (!find_to(r + ahead + 1)) return false;
-      const Keys &run = runs[r % RING], &next = runs[(r + 1) % RING], &far = runs[(r + ahead) % RING];
-      for (int t = 0; t < run.count; t += STEP, turn ^= 1) {
-        Scored now = {&run, t, {}};
-        uint32_t *const image = images + turn * words;
-        for (int i = 0; i < KT; i++) {
-          const int left = run.count - t - i * W;
-          const __mmask16 there = left >= W ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
-          const vf scale = of.x.scaled ? (vf)_mm512_maskz_loadu_ps(there, (const float *)run.scale + t + i * W) : splat(1.0f);
-          now.factor[i] = scale * splat(by);
-          turn_signs(now.factor[i], image + i * depth * TILE_WORDS);
+  // A step's keys, and those that are known: some further than what is asked for. Behind the last ones come none.
+  struct Step {
+    const char *keys, *scale;
+    int32_t first, count;
+  };
+  // Keys that are asked for ahead; pages whose addresses are found at a time, as an ask waits for its address, and what
+  // is behind it waits with it.
+  static constexpr int AHEAD = 256 / STEP, BURST = 512 / STEP, RING = 128;
+  struct Steps {
+    Step ring[RING];
+    int32_t entry;
+    int known, copied;
+    const Step &operator[](int i) const { return ring[i % RING]; }
+  };
+  // Finds those up to `last`; false where the table points outside the cache.
+  PA_NOINLINE bool find_steps(Steps &steps, int last) const {
+    while (steps.known <= last) {
+      Keys run;
+      const int count = of.keys_from(steps.entry, INDEX_TILE, run);
+      if (count < 0) return false;
+      if (!count) steps.ring[steps.known++ % RING] = {room, NULL, 0, 0};
+      for (int t = 0; t < count; t += STEP) {
+        Step step = {run.at + (int64_t)t * bytes, run.scale + 4 * t, run.first + t, pa_min(STEP, count - t)};
+        for (int i = 0; of.x.scaled && i < STEP; i += W) prefetch_l2_here(step.scale + 4 * i);
+        if (t * bytes % 4096 == 0) prefetch_l2_here(step.keys);
+        if (step.count < STEP) {  // at the end of an item, or of its first page
+          char *to = room + ++steps.copied * STEP * bytes;
+          step.keys = (const char *)__builtin_memcpy(to, step.keys, (int64_t)step.count * bytes);
         }
-        const char *from = t + STEP < run.count ? piece(run, t + STEP) : piece(next, 0);
-        const Next then = {from, far.count ? far.at + (int64_t)t * bytes : room, images + (turn ^ 1) * words};
-        if constexpr (WOVEN) {
-          const int later = t + 2 * STEP - run.count;  // of the next run
-          const char *near = later < 0 ? run.at + (int64_t)(t + 2 * STEP) * bytes : next.count ? next.at + (int64_t)later * bytes : room;
-          const vf sum = weave(image, of.packed, of.s, weights, floor, then, near);
-          if (before.run) end(before, &sum);
-        } else {
-          multiply<true, false>(image, of.packed, then);
-          if (before.run) end(before, NULL);
-        }
-        before = now;
+        steps.ring[steps.known++ % RING] = step;
       }
     }
-    if (WOVEN) put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
-    fold_all();
-    if (before.run) end(before, NULL);
     return true;
+  }
+  PA_ALWAYS vf factor_of(const Step &step, int i, vf by) const {
+    if (!of.x.scaled) return by;
+    const int left = pa_max(0, pa_min(W, step.count - i * W));
+    return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << left) - 1), (const float *)step.scale + i * W) * by;
+  }
+  PA_NOINLINE void rank_ends(const Step &step) const { of.rank_some(*of.ranked, step.first, of.scores, step.count); }
+
+  PA_ALWAYS bool choose_stream(float scale) {
+    Steps steps;
+    steps.entry = of.item.from;
+    steps.known = steps.copied = 0;
+    if (!find_steps(steps, AHEAD + BURST)) return false;
+    uint32_t *const images = of.keys;
+    const int64_t words = KT * (SIZE / 32) * TILE_WORDS;
+    convert_all({steps[0].keys, NULL, images});
+    Ranked &ranked = *of.ranked;
+    // Candidates of their own, that are neither forced nor behind the last one.
+    const int32_t plain = of.x.pool > 1 ? INT32_MAX : of.x.forced_first;
+    const int32_t end = pa_min(of.item.to, pa_min(ranked.sight.visible, ranked.sight.there - of.x.forced_last)) - STEP;
+    const vf by = splat(scale / TileKey<T>::FACTOR);
+    vf weight[HT], factor[KT], sum[KT];
+    take_weights(weights, weight);
+    vi place;
+    for (int i = 0; i < W; i++) place[i] = i;
+    const TileKey<T> form;
+    Step before = {NULL, NULL, 0, 0};
+    const auto rank = [&]() __attribute__((always_inline)) {
+      for (int i = 0; i < KT; i++) sum[i] *= (vf)((vu)factor[i] & 0x7fffffffu);
+      if (before.count < STEP || before.first < plain || before.first > end) {
+        for (int i = 0; i < KT; i++) write(of.scores + i * W, sum[i]);
+        if (before.count) rank_ends(before);
+        return;
+      }
+      if (ranked.count + STEP + W > of.room) ranked.shorten();
+      for (int i = 0; i < KT; i++) {
+        const uint32_t good = lanes_of(~(vi)(sum[i] <= splat(ranked.floor)));
+        ranked.put_some(good, ranks_of(sum[i]), place + splati(before.first + i * W));
+      }
+    };
+    for (int i = 0; steps[i].count; i++) {
+      if (steps.known <= i + AHEAD && !find_steps(steps, i + AHEAD + BURST)) return false;
+      const Step now = steps[i];
+      uint32_t *const image = images + i % 2 * words;
+      vf by_key[KT];
+      for (int j = 0; j < KT; j++) {
+        by_key[j] = factor_of(now, j, by);
+        turn_signs(by_key[j], image + j * (SIZE / 32) * TILE_WORDS);
+      }
+      const Next next = {steps[i + 1].keys, steps[i + AHEAD].keys, images + (i + 1) % 2 * words};
+      weave<true, false, true>(form, image, of.packed, of.s, weight, floor, 0, partial, next, steps[i + 2].keys, sum);
+      rank();
+      before = now;
+      for (int j = 0; j < KT; j++) factor[j] = by_key[j];
+    }
+    put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
+    fold_all();
+    sum_all(sum);
+    rank();
+    return true;
+  }
+
+  PA_NOINLINE static bool stream(IndexProducts &of, float scale) { return of.choose_stream(scale); }
+  // What the first steps touch, before queries are packed: else one line after another is waited for.
+  static void ask_first(Of &of) {
+    constexpr int CODE = 8192;
+    for (int i = 0; i < of.item.tokens * of.x.num_heads && of.item.tokens == 1; i++) {
+      for (int b = 0; b < of.x.head_size * 2; b += 64) prefetch_l2_here(of.query_of(i) + b);
+    }
+    for (int b = 0; b < CODE; b += 64) prefetch_l2_here((const char *)(const void *)&stream + b);
+    int32_t entry = of.item.from;
+    Keys some;
+    for (int n = AHEAD * STEP; !of.x.within && n > 0 && of.keys_from(entry, n, some) > 0; n -= some.count) {
+      for (int b = 0; b < some.count * of.x.head_size * (int)sizeof(T); b += 64) prefetch_l2_here(some.at + b);
+    }
+    // The first candidates are all written down, and a store that waits for its line holds up those behind it.
+    for (int i = 0; i < of.room && of.item.tokens == 1; i += W) {
+      __asm__ volatile("prefetchw %0" : : "m"(of.ranks[i]));
+      __asm__ volatile("prefetchw %0" : : "m"(of.found[i]));
+    }
   }
 
   // All keys, a group after another. What is folded is of the visit before, which may be the last group's.
@@ -477,11 +508,15 @@ struct IndexProducts {
     const int64_t panel_words = HT * depth * TILE_WORDS, block_words = block * depth * 16;
     int32_t entry = of.item.from;
     const Group *folded = NULL;
-    if (in_stream()) return choose_stream(by);
+    if constexpr (SIZE > 0) {
+      if (in_stream()) return stream(*this, by);
+    }
     int token = 0, t = 0, panel = 0, turn = 0;  // of what is folded; of the block in use
+    vf sum[KT];
     const auto end_fold = [&]() __attribute__((always_inline)) {
       if (!folded || panel < panels - 1) return;
-      leave(token, t, folded->factors);
+      if (!SIZE || panels > 1) sum_all(sum);
+      leave(token, t, folded->factors, sum);
       if (token == tokens - 1 && t + STEP >= folded->count) rank(*folded);
     };
     if (!find(entry, groups[0])) return false;
@@ -513,11 +548,11 @@ struct IndexProducts {
               const uint32_t *k = keys + step * depth * 16, *q = of.packed + (i * panels + p) * panel_words;
               if (STEP * visits-- <= left + STEP - 1) {
                 const Next some = next_step(to, pa_min(STEP, left));
-                panels == 1 ? multiply<true, false>(k, q, some) : multiply<true, true>(k, q, some);
+                visit(k, q, &some, sum);
                 left -= STEP;
                 to += KT * depth * TILE_WORDS;
               } else {
-                multiply<false, true>(k, q, Next());
+                visit(k, q, NULL, sum);
               }
               end_fold();
               folded = &group;
@@ -532,18 +567,27 @@ struct IndexProducts {
         convert(to, left);
       }
     }
+    if (SIZE) put_sums(of.s, TILE_WORDS, 2 * TILE_WORDS);
     fold_all();
+    sum_all(sum);
     end_fold();
     return true;
   }
 };
 
+// All of an item, but for what is left of it. False where the table points outside the cache.
 template <class T>
 static bool choose_by_registers(Index<T, TileEngine> &of, float by) {
+  using Of = Index<T, TileEngine>;
+  const auto choose = [&](auto keys, auto size) {
+    using Products = IndexProducts<Of, T, keys(), size()>;
+    if (size()) Products::ask_first(of);
+    of.begin();
+    of.take_queries();
+    return Products(of).choose(by);
+  };
   const auto by_shape = [&](auto keys) {
-    using Of = Index<T, TileEngine>;
-    if (of.x.head_size == 128) return IndexProducts<Of, T, keys(), 128>(of).choose(by);
-    return IndexProducts<Of, T, keys(), 0>(of).choose(by);
+    return of.x.head_size == 128 ? choose(keys, std::integral_constant<int, 128>()) : choose(keys, std::integral_constant<int, 0>());
   };
   return of.rows % (4 * W) ? by_shape(std::integral_constant<int, 2>()) : by_shape(std::integral_constant<int, 1>());
 }

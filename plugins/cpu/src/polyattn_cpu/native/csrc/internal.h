@@ -63,9 +63,16 @@ struct IndexItem {
   int32_t part;                // of the items of these tokens; -1: this one has all their entries
 };
 
+// What an indexer's call reads and writes.
+struct IndexCall : pa_index {
+  const void *query, *keys;
+  const float *weights;
+  int32_t *out;
+};
+
 // An indexer's call in flight. A part has, for each token and choice, room for a count, `most` ranks and their ids.
 struct IndexRun {
-  const pa_index *index;
+  const IndexCall *index;
   const KernelTable *kernels;
   const IndexItem *items;
   const int32_t *groups;  // the first item of each group of parts, and the end of the last group

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 14  // library.py refuses a library of another number
+#define PA_ABI 15  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -182,11 +182,7 @@ PA_EXPORT int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t thr
 // A step of an indexer: which entries of a paged cache of index keys does each token attend to? All heads share
 // a key. A page's keys lie one after another; with `scaled` their float32 scales follow.
 typedef struct {
-  const void *query;       // (num_tokens, num_heads, head_size)
-  const void *keys;
-  const float *weights;    // (num_tokens, num_heads), contiguous; NULL: heads count alike
   const int32_t *within;   // NULL, or (num_tokens, choices or 1, num_within): blocks of entries that count
-  int32_t *out;            // (num_tokens, choices, width): ascending ids, -1 behind them
   const int32_t *table;    // (num_seqs, blocks)
   const int32_t *starts;   // num_seqs + 1
   const int32_t *lens;     // num_seqs: tokens
@@ -200,9 +196,12 @@ typedef struct {
   float scale;
 } pa_index;
 
+// `query`: (num_tokens, num_heads, head_size); `weights`: (num_tokens, num_heads), contiguous, or NULL: heads count
+// alike; `out`: (num_tokens, choices, width): ascending ids, -1 behind them.
 // Returns 0; -1 where memory is short, -2 for an unknown instruction set, 1 where the table points outside the
 // cache (these tokens are left unwritten).
-PA_EXPORT int pa_choose(const char *isa, const pa_index *index, int32_t threads);
+PA_EXPORT int pa_choose(const char *isa, const pa_index *index, int32_t threads, const void *query, const void *keys,
+                        const float *weights, int32_t *out);
 
 // A choice that becomes decodes over pages: each of a token's rows, a KV head each, gets a block table and a length.
 typedef struct {

@@ -40,6 +40,32 @@ struct Ranked {
     }
 #endif
   }
+  // How many of them reach a rank; of each `step`th vector alone, if there are several.
+  int32_t reaching(uint32_t rank, int32_t step = 1) const {
+    vu some = {};
+    int32_t i = 0;
+    for (; i + W <= count; i += step * W) some -= (vu)(read<vu>(ranks + i) >= rank);
+    int32_t n = 0;
+    for (int j = 0; j < W; j++) n += (int32_t)some[j];
+    for (; step == 1 && i < count; i++) n += ranks[i] >= rank;
+    return n;
+  }
+  // A rank that about `wanted` of them reach, by some of them, between two ranks.
+  uint32_t about(int32_t wanted, uint32_t from, uint32_t last) const {
+    constexpr int STEP = 8, NEAR = 4;
+    wanted /= STEP;
+    while (from < last) {
+      const uint32_t middle = last - (last - from) / 2;
+      const int32_t some = reaching(middle, STEP);
+      if (some >= wanted - NEAR && some <= wanted + NEAR) return middle;
+      if (some < wanted) {
+        last = middle - 1;
+      } else {
+        from = middle;
+      }
+    }
+    return from;
+  }
   // Keeps the best: `least` of them, or some more, `most` in all. Returns a rank that all of these reach.
   uint32_t keep(int32_t least, int32_t most) {
     uint32_t from = ~0u, last = 0;
@@ -48,21 +74,24 @@ struct Ranked {
       last = ranks[i] > last ? ranks[i] : last;
     }
     int32_t there = count, above = 0;  // from `from` on; above `last`
+    bool sampled = most - least >= 64;
     while (there > most && from < last) {
-      const uint32_t middle = last - (last - from) / 2;
-      uint32_t some = 0;
-      for (int32_t i = 0; i < count; i++) some += ranks[i] >= middle;
-      if ((int32_t)some < least) {
+      uint32_t middle = last - (last - from) / 2;
+      if (sampled) middle = about((least + most) / 2, from + 1, last);
+      sampled = false;
+      const int32_t some = reaching(middle);
+      if (some < least) {
         last = middle - 1;
-        above = (int32_t)some;
+        above = some;
       } else {
         from = middle;
-        there = (int32_t)some;
+        there = some;
       }
     }
     int32_t equal = there > most ? least - above : there;  // of the last rank, the first ones
     const int32_t n = count;
-    count = 0;
+    Ranked best = *this;  // a copy stays in registers
+    best.count = 0;
     for (int32_t i = 0; i < n; i += W) {
       const vu rank = read<vu>(ranks + i);
       const vi id = read<vi>(ids + i);
@@ -73,8 +102,9 @@ struct Ranked {
           if (equal-- <= 0) good &= ~(same & -same);
         }
       }
-      put_some(good, rank, id);
+      best.put_some(good, rank, id);
     }
+    count = best.count;
     return from;
   }
   // Makes room, and raises the floor.
