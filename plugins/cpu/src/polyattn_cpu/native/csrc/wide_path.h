@@ -134,9 +134,8 @@ struct Wide {
             slice(2 * i);
             slice(2 * i + 1);
             if (i % 4 == 1) weigh();
-            asks();
-            claims();
-            claims();
+            if (i % 2 == 0) asks();
+            if (i % 4 == 3) claims();
           };
           auto products = [&](auto half) __attribute__((always_inline)) {
             constexpr int i = half();
@@ -233,25 +232,25 @@ struct Wide {
           _tile_loadd(2, to + 512, 64);
           _tile_loadd(3, to + 768, 64);
         }
-        auto beside = [&]() __attribute__((always_inline)) {
+        auto beside = [&](bool even) __attribute__((always_inline)) {
           PA_UNROLLED
           for (int i = 0; i < SOME; i++) pair();
-          asks();
+          if (even) asks();
           for (int i = 0; i < each && !result.ended(); i++) result();
         };
         for (int g = 0; g < depth; g++, w += IMAGE, v += 2 * IMAGE) {
           _tile_loadd(6, w, 64);
           _tile_loadd(4, v, 64);
           _tile_dpbf16ps(0, 6, 4);
-          beside();
+          beside(true);
           _tile_loadd(5, v + IMAGE, 64);
           _tile_dpbf16ps(1, 6, 5);
-          beside();
+          beside(false);
           _tile_loadd(7, w + WIDE_KEYS / WIDE_STEP * IMAGE, 64);
           _tile_dpbf16ps(2, 7, 4);
-          beside();
+          beside(true);
           _tile_dpbf16ps(3, 7, 5);
-          beside();
+          beside(false);
         }
         while (!result.ended()) result();
         float *sum = last ? sums[turn ^= 1] : to;
@@ -310,7 +309,7 @@ struct Wide {
       walk.keys[i] = none - walk.key_offset;
       walk.values[i] = none - walk.value_offset;
     }
-    WideAsks asks(walk.ahead, 4 * steps * is.pairs * (is.k + is.v));
+    WideAsks asks(walk.ahead, 2 * steps * is.pairs * (is.k + is.v));
     const WideClaims claims = last ? address_results() : WideClaims{NULL, NULL, 0};
     asks = layer.head_size % 64 ? score<false>(walk, masked, claims, asks) : score<true>(walk, masked, claims, asks);
     if (last) end_sums();

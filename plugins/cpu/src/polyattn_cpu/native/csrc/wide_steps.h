@@ -61,13 +61,13 @@ struct WidePairs {
   }
 };
 
-// The next block's rows, at the pace of the products.
+// The next block's rows, spread over so many calls.
 struct WideAsks {
   RowAsks rows;
-  int rate, credit = 0;  // calls for each product, in 2^-8
+  int rate, credit = 0;  // of the rows' calls for each of these, in 2^-8
 
-  WideAsks(Ahead &ahead, int products)
-      : rows(ahead), rate((ahead.tokens * ((ahead.key_bytes + 255) / 256 + (ahead.value_bytes + 255) / 256) << 8) / products + 1) {}
+  WideAsks(Ahead &ahead, int calls)
+      : rows(ahead), rate((ahead.tokens * ((ahead.key_bytes + 255) / 256 + (ahead.value_bytes + 255) / 256) << 8) / calls + 1) {}
   PA_ALWAYS void operator()() {
     for (credit += rate; credit >= 256; credit -= 256) rows();
   }
@@ -124,15 +124,15 @@ struct WideWeights {
   }
 };
 
-// Lines that results go to, asked for to be written: else each store of the last sums waits for its line.
+// Lines that results go to, asked for to be written: else each store of the last sums waits for its line. Eight at a call.
 struct WideClaims {
   char *const *row, *const *end;
   int bytes, byte = 0;
 
   PA_ALWAYS void operator()() {
     if (row == end) return;
-    __builtin_prefetch(*row + byte, 1, 3);
-    byte += 64;
+    for (int i = 0; i < 512; i += 64) __builtin_prefetch(*row + byte + i, 1, 3);
+    byte += 512;
     if (byte < bytes) return;
     byte = 0;
     row++;
