@@ -136,7 +136,7 @@ TARGETS = {
         isa="avx512_bf16",
     ),
     "tiles": Target(
-        sources("tile_path.h", "tile_steps.h"),
+        sources("tile_path.h", "tile_steps.h", "wide_path.h", "wide_steps.h"),
         (tests(CPU + "test_native_rows.py"), NATIVE_KIT, kit("NATIVE_MLA", WHOLE)), isa="amx",
     ),
     "index": Target(

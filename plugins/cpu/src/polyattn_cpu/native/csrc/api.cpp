@@ -106,7 +106,8 @@ void join_pieces(pa_plan *plan, Items &items) {
     for (int32_t j = 0; j < pieces; j++) cost += items.all[i + j].cost;
     const int32_t rows = item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
     const int64_t bytes = (pieces * plan->part_floats * 4 + 63) / 64 * 64;
-    if (left - cost >= plan->num_threads * cost && bytes <= KEPT_BYTES && plan->kernels->joins(&plan->layer, rows)) {
+    const int64_t room = rows > 16 ? 4 * KEPT_BYTES : KEPT_BYTES;  // latents of 128 heads keep 256 KiB of each piece
+    if (left - cost >= plan->num_threads * cost && bytes <= room && plan->kernels->joins(&plan->layer, rows)) {
       left -= cost;
       plan->kept_bytes = bytes > plan->kept_bytes ? bytes : plan->kept_bytes;
       item.to = items.all[i + pieces - 1].to;

@@ -55,6 +55,16 @@ PA_ONCE bool token_addresses(const Source &s, int first, int count, const char *
     }
     return true;
   }
+  if (s.block_size == 1) {
+    bool fine = true;
+    for (int i = 0; i < count; i++) {
+      const int64_t number = s.table[first + i];
+      fine &= number >= 0 && number < s.num_blocks;
+      keys[i] = s.key + number * s.key_block;
+      values[i] = s.value + number * s.value_block;
+    }
+    return fine;
+  }
   for (int i = 0; i < count;) {
     int block = (first + i) / s.block_size, at = (first + i) % s.block_size;
     int64_t number = s.table[block];

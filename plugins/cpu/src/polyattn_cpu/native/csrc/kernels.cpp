@@ -45,6 +45,7 @@ namespace {
 #include "matrix_path.h"
 #if defined(__AMX_BF16__)
 #include "tile_path.h"
+#include "wide_path.h"
 #define PA_ENGINE TileEngine
 #elif defined(PA_BASE)
 #define PA_ENGINE PairEngine
@@ -73,8 +74,8 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   if (layer->invariant == PA_MACHINES) return base;
   int64_t own = matrix_scratch<PA_ENGINE>(*layer, rows);
 #if defined(__AMX_BF16__)
-  int64_t few = tile_scratch(*layer, heads, pa_min(rows, TILE_HEAD_ROWS));
-  int64_t one = tile_scratch(*layer, 1, pa_min(rows, TILE_ROWS));
+  int64_t few = tile_scratch(*layer, heads, pa_min(rows, TILE_ROWS));
+  int64_t one = wide_scratch(*layer, pa_min(rows, WIDE_ROWS));
   own = own > few ? own : few;
   own = own > one ? own : one;
   if (layer->key_format) {
@@ -105,7 +106,7 @@ bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 hol
 int32_t dot_rows(const pa_layer *layer) {
   if (layer->invariant || !multiplies_bf16(*layer)) return PA_BASE.dot_rows(layer);
 #if defined(__AMX_BF16__)
-  return TILE_HEAD_ROWS;
+  return TILE_ROWS;
 #else
   return FEW_ROWS;
 #endif
@@ -121,8 +122,8 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
   if (run->plan->layer.key_format) {
     if (few_bytes(run->plan->layer, item)) return row_item(run, item, turn);
-  } else if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) {
-    return tile_item<T>(run, item, turn);
+  } else if (const int rows = rows_per_head(run->plan->layer, item); rows <= WIDE_ROWS) {
+    return rows <= TILE_ROWS ? tile_item<T>(run, item, turn) : wide_item<T>(run, item, turn);
   }
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;
@@ -145,7 +146,7 @@ bool wastes_tiles(const pa_layer &layer, int32_t rows) {
 // Whether items of so many rows per KV head may have several pieces of keys.
 bool joins([[maybe_unused]] const pa_layer *layer, [[maybe_unused]] int32_t rows) {
 #if defined(__AMX_BF16__)
-  return multiplies_bf16(*layer) && !layer->key_format && rows <= TILE_ROWS && !wastes_tiles(*layer, rows);
+  return multiplies_bf16(*layer) && !layer->key_format && rows <= WIDE_ROWS && !wastes_tiles(*layer, rows);
 #else
   return false;
 #endif

@@ -1,15 +1,7 @@
-// Which lines does AMX's decode ask for, beside which products? Included by tile_path.h.
+// Which lines does AMX's decode ask for, beside which products? Included by tile_path.h, for wide_path.h too.
 
-// The next tile's lines in proportion to the cycles of several products.
-struct ByCycles {
-  static constexpr int NEAR = 0;
-  Ahead *ahead;
-  PA_ALWAYS void operator()() {}
-  PA_ALWAYS void products(int cycles) { (*ahead)(cycles); }
-};
-
-// The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside each product, each pair of values
-// and each pair of weights of a single unit. More lines at once than the core has buffers for stop all that follows.
+// The next tile's rows, asked for 256 bytes at a time in place of `Ahead`: beside products, pairs of values and pairs of
+// weights. More lines at once than the core has buffers for stop all that follows.
 //
 // A tile's first values are asked for once more, into the first cache, before its softmax.
 struct RowAsks {
@@ -34,7 +26,6 @@ struct RowAsks {
     for (int i = 0; i < 256; i += 64) prefetch_l2(at + i);
     if (byte == bytes) turn();
   }
-  PA_ALWAYS void products(int) {}
   PA_NOINLINE void all() {
     while (row != end) (*this)();
   }

@@ -1,38 +1,35 @@
-// Few rows per KV head where the processor has AMX: decode, short rows, large groups, MLA. Included
-// inside an anonymous namespace.
+// Up to 16 rows per KV head, of several KV heads, where the processor has AMX: decode, short rows. Included inside an
+// anonymous namespace.
 //
 // S^T = K Q^T reads tile registers straight from the cache; O = P V reads values interleaved in
 // pairs of keys, which is one instruction for 64 bytes. So little arithmetic is left that memory sets
 // the pace, which takes the lines of the next tile while this one is computed.
 //
-// A unit is up to 16 rows of one KV head. Tile registers: 0 to 3 are sums, as a product's latency is
-// that of three more; 4 and 5 hold keys or values, 6 and 7 queries or weights.
+// A unit is the rows of one KV head. Tile registers: 0 to 3 are sums, as a product's latency is that of three more; 4 and
+// 5 hold keys or values, 6 queries or weights.
 
 constexpr int TILE_KEYS = 128;
-constexpr int TILE_ROWS = 128;       // per KV head at most
-// Of values, in 16 bits: a line more than the pairs fill, as 4 KiB apart all panels share a set.
-constexpr int64_t PANEL = TILE_KEYS / 2 * 32 + 32;
+constexpr int TILE_ROWS = 16;   // per KV head at most
+constexpr int PANEL = 512;      // of 32 keys' values, in 16 bits
 constexpr int KEY_STEP = 64;    // keys whose scores are computed at a time
 constexpr int VALUE_STEP = 64;  // elements of the values that are interleaved, then used, at a time
-constexpr int TILE_HEAD_ROWS = 16;   // up to so many, all KV heads are one item
 
 struct TileLayout {
-  int rows, units, heads;    // of a unit; units per head; heads
-  int lanes, k, v;           // of the scores; padded sizes, in bfloat16 elements
+  int rows, heads;  // of a unit; heads
+  int lanes, k, v;  // of the scores; padded sizes, in bfloat16 elements
   TileLayout(const pa_layer &layer, int heads, int per_head)
       // A single head's lanes fill a register anyway; whole units take one configuration of the tiles.
-      : rows(heads == 1 && per_head >= 8 ? 16 : pa_min(per_head, 16)), units((per_head + 15) / 16), heads(heads),
-        lanes(pa_round_up(heads * units * rows, W)), k(pa_round_up(layer.head_size, 32)),
-        v(pa_round_up(layer.v_head_size, VALUE_STEP)) {}
+      : rows(heads == 1 && per_head >= 8 ? 16 : per_head), heads(heads), lanes(pa_round_up(heads * rows, W)),
+        k(pa_round_up(layer.head_size, 32)), v(pa_round_up(layer.v_head_size, VALUE_STEP)) {}
   int64_t query_words() const { return (int64_t)rows * k / 2; }  // of a unit
   int64_t output_floats() const { return (int64_t)rows * v; }
 };
 
 static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   TileLayout is(layer, heads, per_head);
-  int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
+  int64_t words = (int64_t)heads * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
-                  (int64_t)(KEY_STEP * pa_max(is.k + 32, 128) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
+                  (int64_t)(KEY_STEP * pa_max(is.k + 32, 128) + 2 * VALUE_STEP / 16 * PANEL) / 2 + is.v;
   return words * 4 + Walk::scratch(layer, TILE_KEYS) + 16 * 64;
 }
 
@@ -61,21 +58,20 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   Tile(Run *run, const Item &item, Arena &arena)
       : run(run), item(item), layer(run->plan->layer),
         is(layer, item.heads, item.tokens * (layer.num_heads / layer.num_kv_heads)) {
-    const int64_t units = (int64_t)is.heads * is.units;
-    q = arena.take<uint32_t>(units * is.query_words());
-    o = arena.take<float>(units * is.output_floats());
+    q = arena.take<uint32_t>(is.heads * is.query_words());
+    o = arena.take<float>(is.heads * is.output_floats());
     s = arena.take<float>((int64_t)TILE_KEYS * is.lanes);
     pairs = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
     turned = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     alpha = arena.take<float>(is.lanes);
     keys = arena.take<uint16_t>((int64_t)KEY_STEP * pa_max(is.k + 32, 128));
-    values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
+    values = arena.take<uint16_t>(2 * VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
-    __builtin_memset(q, 0, 4 * units * is.query_words());
-    __builtin_memset(o, 0, 4 * units * is.output_floats());
+    __builtin_memset(q, 0, 4 * is.heads * is.query_words());
+    __builtin_memset(o, 0, 4 * is.heads * is.output_floats());
     __builtin_memset(s, 0, 4L * TILE_KEYS * is.lanes);
   }
 
@@ -85,11 +81,11 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       lanes.m[i] = LOWEST;
       lanes.l[i] = 0;
     }
-    __builtin_memset(o, 0, 4L * is.heads * is.units * is.output_floats());
+    __builtin_memset(o, 0, 4 * is.heads * is.output_floats());
   }
 
   int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
-  int lane_of(int head, int unit) const { return (head * is.units + unit) * is.rows; }
+  int lane_of(int head) const { return head * is.rows; }
   uint32_t *query_at(int lane) const { return q + lane / is.rows * is.query_words(); }
   // O as [unit][v / 16][row][16]: what a tile register holds is one run of memory.
   float *output_at(int lane) const { return o + lane / is.rows * is.output_floats(); }
@@ -117,21 +113,17 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Q as [unit][pair of k][row].
   PA_NOINLINE void take_queries() {
-    for (int h = 0; h < is.heads; h++) {
-      for (int first = 0; first < per_head(); first += is.rows) {
-        take_unit(h, first, pa_min(is.rows, per_head() - first));
-      }
-    }
+    for (int h = 0; h < is.heads; h++) take_unit(h, per_head());
   }
-  void take_unit(int h, int first, int count) {
-    const int ratio = layer.num_heads / layer.num_kv_heads, lane = lane_of(h, 0) + first;
+  void take_unit(int h, int count) {
+    const int ratio = layer.num_heads / layer.num_kv_heads, lane = lane_of(h);
     const int64_t token0 = run->plan->query_starts[item.seq] + item.token0;
     const uint16_t *from[16];
     for (int r = 0; r < count; r++) {
-      const int token = (first + r) / ratio, head = (item.head0 + h) * ratio + (first + r) % ratio;
+      const int token = r / ratio, head = (item.head0 + h) * ratio + r % ratio;
       from[r] = (const uint16_t *)run->t.query + (token0 + token) * run->t.query_token +
                 head * run->t.query_head;
-      if (r && (first + r) % ratio) {
+      if (r % ratio) {
         same_lane(run, lanes, lane + r, head);
       } else {
         set_lane(run, item, lanes, lane + r, item.token0 + token, head);
@@ -160,26 +152,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
-    if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
-    const int64_t ld = is.k + 32;  // of an odd number of cache lines
-    uint16_t *to = keys + t % KEY_STEP * ld;
-    for (int i = 0; i < 16; i++) {
-      const bool there = t + i < count;
-      const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
-      for (int d = 0; d < is.k; d += 64) {
-        Halves x = {};
-        if (there) x = halves(from + d, layer.head_size - d);
-        _mm512_storeu_si512(to + i * ld + d, x.part[0]);
-        _mm512_storeu_si512(to + i * ld + d + 32, x.part[1]);
-      }
-    }
-    return {(const char *)to, ld * 2};
-  }
-
-  // Scores of 64 keys with one unit's rows, or of 32 with two units' of 16 rows.
-  template <int V, class Asks>
-  PA_NOINLINE Asks scores(const KeyRows *keys, int lane, float *to, Asks asks) {
+  // Scores of 64 keys with a unit's rows.
+  PA_NOINLINE RowAsks scores(const KeyRows *keys, int lane, float *to, RowAsks asks) {
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
     zero_sums();
@@ -191,45 +165,37 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_loadd(5, keys[1].at + 2 * d, keys[1].stride);
       _tile_dpbf16ps(1, 5, 6);
       asks();
-      if constexpr (V == 2) {
-        _tile_loadd(7, from + is.query_words() + (int64_t)d / 2 * is.rows, row);
-        _tile_dpbf16ps(2, 4, 7);
-        asks();
-        _tile_dpbf16ps(3, 5, 7);
-        asks();
-      } else {
-        _tile_loadd(4, keys[2].at + 2 * d, keys[2].stride);
-        _tile_dpbf16ps(2, 4, 6);
-        asks();
-        _tile_loadd(5, keys[3].at + 2 * d, keys[3].stride);
-        _tile_dpbf16ps(3, 5, 6);
-        asks();
-      }
-      asks.products(2 * SCORE_COST);
+      _tile_loadd(4, keys[2].at + 2 * d, keys[2].stride);
+      _tile_dpbf16ps(2, 4, 6);
+      asks();
+      _tile_loadd(5, keys[3].at + 2 * d, keys[3].stride);
+      _tile_dpbf16ps(3, 5, 6);
+      asks();
     }
-    _tile_stored(0, to + lane, ld);
-    _tile_stored(1, to + 16 * is.lanes + lane, ld);
-    _tile_stored(2, to + (V == 2 ? 16 : 32 * is.lanes) + lane, ld);
-    _tile_stored(3, to + (V == 2 ? 16 * is.lanes + 16 : 48 * is.lanes) + lane, ld);
+    put_scores(to + lane, ld);
     return asks;
+  }
+  PA_ALWAYS void put_scores(float *to, int64_t ld) {
+    _tile_stored(0, to, ld);
+    _tile_stored(1, to + 16 * is.lanes, ld);
+    _tile_stored(2, to + 32 * is.lanes, ld);
+    _tile_stored(3, to + 48 * is.lanes, ld);
   }
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
-  // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
-  template <class Asks>
+  // of 16 elements; within 32 elements the first has those whose number is 0 to 3 modulo 8.
   PA_ALWAYS void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
-                             int64_t panel, Asks &asks) {
+                             RowAsks &asks) {
     const int size = layer.v_head_size - d;
     auto pair = [&](const Halves &x, const Halves &y) __attribute__((always_inline)) {
       for (int i = 0; i < VALUE_STEP / 32; i++) {
-        _mm512_storeu_si512(to + 2 * i * panel, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
-        _mm512_storeu_si512(to + (2 * i + 1) * panel, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
+        _mm512_storeu_si512(to + 2 * i * PANEL, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
+        _mm512_storeu_si512(to + (2 * i + 1) * PANEL, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
       }
       to += 32;
     };
     auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
     for (int i = 0; i < 32; i += 2) {
-      if (i % 8 == 0) asks.products(4 * VALUE_COST);
       asks();
       if (t + 32 <= count && size >= VALUE_STEP) {
         pair(halves(at(i), VALUE_STEP), halves(at(i + 1), VALUE_STEP));
@@ -245,42 +211,34 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     for (int i = 0; i < VALUE_STEP * (int)sizeof(T); i += 64) prefetch(values + i);
   }
 
-  // All keys' values, for several units.
-  PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int d, int count,
-                               ByCycles asks) {
-    for (int t = 0; t < count; t += 32) {
-      pair_values(rows, offset, d, t, count, values + t * 16, PANEL, asks);
-    }
-  }
-
   // O += P V of a single unit, VALUE_STEP elements at `to`. While the values of 32 keys are multiplied,
   // those of the next are paired: what was just stored a tile register waits for.
   PA_NOINLINE RowAsks weigh(const char *const *rows, int64_t offset, int d, int count, int lane,
                             float *to, RowAsks asks) {
-    constexpr int ld = TILE_KEYS / 2, panel = 512;
+    constexpr int ld = TILE_KEYS / 2;
     const uint32_t *weights = turned + (int64_t)lane * ld;
-    pair_values(rows, offset, d, 0, count, values, panel, asks);
+    pair_values(rows, offset, d, 0, count, values, asks);
     _tile_loadd(0, to, 64);
     _tile_loadd(1, to + image(), 64);
     _tile_loadd(2, to + 2 * image(), 64);
     _tile_loadd(3, to + 3 * image(), 64);
     for (int t = 0; t < count; t += 32) {
-      const uint16_t *from = values + t / 32 % 2 * 4 * panel;
+      const uint16_t *from = values + t / 32 % 2 * 4 * PANEL;
       if (t + 32 < count) {
-        uint16_t *next = values + (t / 32 + 1) % 2 * 4 * panel;
-        pair_values(rows, offset, d, t + 32, count, next, panel, asks);
+        uint16_t *next = values + (t / 32 + 1) % 2 * 4 * PANEL;
+        pair_values(rows, offset, d, t + 32, count, next, asks);
       }
       _tile_loadd(6, weights + t / 2, ld * 4);
       _tile_loadd(4, from, 64);
       _tile_dpbf16ps(0, 6, 4);
       asks();
-      _tile_loadd(5, from + panel, 64);
+      _tile_loadd(5, from + PANEL, 64);
       _tile_dpbf16ps(1, 6, 5);
       asks();
-      _tile_loadd(4, from + 2 * panel, 64);
+      _tile_loadd(4, from + 2 * PANEL, 64);
       _tile_dpbf16ps(2, 6, 4);
       asks();
-      _tile_loadd(5, from + 3 * panel, 64);
+      _tile_loadd(5, from + 3 * PANEL, 64);
       _tile_dpbf16ps(3, 6, 5);
       asks();
     }
@@ -291,43 +249,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     return asks;
   }
 
-  // O += P V of one unit, 64 elements at `to`, or of two of 16 rows, 32 elements; V's panels are at
-  // `from`.
-  template <int V>
-  PA_NOINLINE void outputs(int lane, float *to, const uint16_t *from, int depth, ByCycles asks) {
-    constexpr int ld = TILE_KEYS / 2;
-    const uint32_t *weights = turned + (int64_t)lane * ld;
-    float *second = V == 2 ? to + is.output_floats() : to + 2 * image();
-    _tile_loadd(0, to, 64);
-    _tile_loadd(1, to + image(), 64);
-    _tile_loadd(2, second, 64);
-    _tile_loadd(3, second + image(), 64);
-    for (int t = 0; t < depth; t += 16) {
-      _tile_loadd(6, weights + t, ld * 4);
-      _tile_loadd(4, from + t * 32, 64);
-      _tile_dpbf16ps(0, 6, 4);
-      _tile_loadd(5, from + PANEL + t * 32, 64);
-      _tile_dpbf16ps(1, 6, 5);
-      if constexpr (V == 2) {
-        _tile_loadd(7, weights + 16 * ld + t, ld * 4);
-        _tile_dpbf16ps(2, 7, 4);
-        _tile_dpbf16ps(3, 7, 5);
-      } else {
-        _tile_loadd(4, from + 2 * PANEL + t * 32, 64);
-        _tile_dpbf16ps(2, 6, 4);
-        _tile_loadd(5, from + 3 * PANEL + t * 32, 64);
-        _tile_dpbf16ps(3, 6, 5);
-      }
-      asks.products(2 * OUTPUT_COST);
-    }
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + image(), 64);
-    _tile_stored(2, second, 64);
-    _tile_stored(3, second + image(), 64);
-  }
-
   // Weights as [lane][pair of keys]; pairs beyond the last become zero, up to a tile register.
-  PA_NOINLINE int turn_weights(int count) {
+  PA_NOINLINE void turn_weights(int count) {
     const int used = (count + 1) / 2, depth = pa_round_up(used, 16);
     __builtin_memset(pairs + (int64_t)used * is.lanes, 0, 4L * (depth - used) * is.lanes);
     for (int lane = 0; lane < is.lanes; lane += W) {
@@ -340,26 +263,16 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         }
       }
     }
-    return depth;
   }
 
   PA_NOINLINE void rescale() {
-    const int used = is.heads * is.units * is.rows;
+    const int used = is.heads * is.rows;
     for (int lane = 0; lane < used; lane++) {
       if (alpha[lane] == 1.0f) continue;
       vf by = splat(alpha[lane]);
       float *at = output_at(lane) + lane % is.rows * 16;
       for (int d = 0; d < is.v; d += 16, at += image()) write(at, loadf(at) * by);
     }
-  }
-
-  // Cycles, about: of 32 elements of 32 keys with a unit; of a pair of values, VALUE_STEP elements; of
-  // a unit's 32 output elements over 32 keys; of a tile.
-  enum { SCORE_COST = 40, VALUE_COST = 16, OUTPUT_COST = 40 };
-  int cost_of(int count) const {
-    const int units = is.heads * is.units, keys = (count + 31) / 32;
-    return keys * (units * (is.k * SCORE_COST + is.v * OUTPUT_COST) / 32 +
-                   is.heads * is.v / VALUE_STEP * 16 * VALUE_COST);
   }
 
   // Scores of 64 keys that don't lie evenly with one unit's rows. While 64 elements of them are multiplied, the next
@@ -408,15 +321,11 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_dpbf16ps(3, 5, 6);
       beside(3);
     }
-    _tile_stored(0, to + lane, ld);
-    _tile_stored(1, to + 16 * is.lanes + lane, ld);
-    _tile_stored(2, to + 32 * is.lanes + lane, ld);
-    _tile_stored(3, to + 48 * is.lanes + lane, ld);
+    put_scores(to + lane, ld);
     return asks;
   }
 
-  template <class Asks>
-  Asks score_tile(const Walk &walk, Asks asks) {
+  RowAsks score_tile(const Walk &walk, RowAsks asks) {
     const int count = walk.tile.count;
     for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
@@ -424,70 +333,35 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       for (int i = 0; i < KEY_STEP / 16; i++) even &= strides[t / 16 + i] != 0;
       for (int h = 0; h < is.heads; h++) {
         const int64_t offset = walk.key_offset + h * walk.source.key_head;
-        if constexpr (std::is_same_v<Asks, RowAsks>) {
-          if (!even) {
-            const bool whole = t + KEY_STEP <= count && layer.head_size % 64 == 0;
-            const auto score = whole ? &Tile::copied_scores<true> : &Tile::copied_scores<false>;
-            asks = (this->*score)(walk.keys + t, offset, count - t, lane_of(h, 0), to, asks);
-            continue;
-          }
+        if (!even) {
+          const bool whole = t + KEY_STEP <= count && layer.head_size % 64 == 0;
+          const auto score = whole ? &Tile::copied_scores<true> : &Tile::copied_scores<false>;
+          asks = (this->*score)(walk.keys + t, offset, count - t, lane_of(h), to, asks);
+          continue;
         }
         KeyRows rows[KEY_STEP / 16];
-        for (int i = 0; i < KEY_STEP / 16; i++) {
-          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
-        }
-        for (int unit = 0; unit < is.units; unit += 2) {
-          const int lane = lane_of(h, unit);
-          if (unit + 1 == is.units) {
-            asks = scores<1>(rows, lane, to, asks);
-          } else {
-            asks = scores<2>(rows, lane, to, asks);
-            if (t + 32 < count) asks = scores<2>(rows + 2, lane, to + 32 * is.lanes, asks);
-          }
-        }
+        for (int i = 0; i < KEY_STEP / 16; i++) rows[i] = {walk.keys[t + 16 * i] + offset, strides[t / 16 + i]};
+        asks = scores(rows, lane_of(h), to, asks);
       }
     }
     return asks;
   }
 
-  // Of a single unit a head, and of more.
   RowAsks weigh_tile(const Walk &walk, RowAsks asks) {
     turn_weights(walk.tile.count);
     for (int h = 0; h < is.heads; h++) {
       const int64_t offset = walk.value_offset + h * walk.source.value_head;
       for (int d = 0; d < is.v; d += VALUE_STEP) {
-        asks = weigh(walk.values, offset, d, walk.tile.count, lane_of(h, 0), output_at(lane_of(h, 0)) + d * is.rows,
-                     asks);
-      }
-    }
-    return asks;
-  }
-  ByCycles weigh_tile(const Walk &walk, ByCycles asks) {
-    const int depth = turn_weights(walk.tile.count);
-    for (int h = 0; h < is.heads; h++) {
-      const int64_t offset = walk.value_offset + h * walk.source.value_head;
-      for (int d = 0; d < is.v; d += VALUE_STEP) {
-        take_values(walk.values, offset, d, walk.tile.count, asks);
-        for (int unit = 0; unit < is.units; unit += 2) {
-          const int lane = lane_of(h, unit);
-          float *to = output_at(lane) + d * is.rows;
-          if (unit + 1 == is.units) {
-            outputs<1>(lane, to, values, depth, asks);
-          } else {
-            outputs<2>(lane, to, values, depth, asks);
-            outputs<2>(lane, to + 2 * image(), values + 2 * PANEL, depth, asks);
-          }
-        }
+        asks = weigh(walk.values, offset, d, walk.tile.count, lane_of(h), output_at(lane_of(h)) + d * is.rows, asks);
       }
     }
     return asks;
   }
 
-  template <class Asks>
-  Asks attend(const Walk &walk, bool masked, Asks asks) {
+  RowAsks attend(const Walk &walk, bool masked, RowAsks asks) {
     configure(false);
     asks = score_tile(walk, asks);
-    for (int t = 0; t < pa_min(Asks::NEAR, walk.tile.count); t++) ask_near(walk.values[t] + walk.value_offset);
+    for (int t = 0; t < pa_min(RowAsks::NEAR, walk.tile.count); t++) ask_near(walk.values[t] + walk.value_offset);
     const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
                                              walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
     if (changed) rescale();
@@ -500,7 +374,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int h = 0; h < is.heads; h++) {
       for (int r = 0; r < per_head(); r++) {
-        const int lane = lane_of(h, 0) + r;
+        const int lane = lane_of(h) + r;
         const float *from = output_at(lane) + lane % is.rows * 16;
         for (int d = 0; d < is.v; d += 32, from += 2 * image()) {
           __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + image());
@@ -524,17 +398,13 @@ static void tile_item(Run *run, const Item &item, Turn *turn) {
     own.parts = arena.take<float>(item.joined * run->plan->part_floats);
     piece.part = 0;
   }
-  walk.touches = tile.is.units > 1;
+  walk.touches = false;
   tile.take_queries();
   // A single query token sees every key that its item was given.
   const bool masked = item.tokens > 1;
-  while (walk.step([&](int keys) { return tile.cost_of(keys); })) {
+  while (walk.step([](int) { return 0; })) {
     tile.look_at(walk.keys, walk.tile.count);
-    if (tile.is.units > 1) {
-      tile.attend(walk, masked, ByCycles{&walk.ahead});
-    } else {
-      tile.attend(walk, masked, RowAsks(walk.ahead)).all();
-    }
+    tile.attend(walk, masked, RowAsks(walk.ahead)).all();
     if (walk.tile.ends_piece()) {
       tile.put_outputs();
       piece.part++;
