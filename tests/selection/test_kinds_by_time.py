@@ -102,8 +102,33 @@ def test_prompts_of_latents_go_to_whoever_is_the_fastest_at_such() -> None:
     step = workload(LayerGroup(replace(same, timings=times)), [(20, 20)])
     assert [call.name for call in step.plan.calls] == ["NATIVE_ATTN"]
     # Latents' own shapes have none of heads' ways, whatever the table holds.
-    dealt = [model("A", kind, "whole", launch=9) for kind in ("prefill", "chunked")]
+    dealt = [model("A", kind, "whole", launch=9) for kind in ("prefill", "chunked", "short")]
     assert Predictor(spec, dealt).among("prefill", "A") == []
+    assert Predictor(spec, dealt).among("short", "A") == []
+
+
+def test_prompts_of_latents_that_fit_in_low_tiles_have_times_of_their_own() -> None:
+    spec = LayerSpec(
+        kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32", block_size=16,
+        latent=LatentSpec(rank=32, rope_head_size=8),
+    )  # fmt: skip
+    times = (
+        model("NATIVE_ATTN", "prefill", launch=50),
+        *(model("TORCH_SDPA", k, "whole", launch=us) for k, us in (("prefill", 60), ("short", 40))),
+    )
+    group = LayerGroup(replace(select(spec, "cpu"), timings=times))
+    group.finish_builds()
+    for tokens, name in ((64, "TORCH_SDPA"), (65, "NATIVE_ATTN")):
+        step = workload(group, [(tokens, tokens)])
+        assert [call.name for call in step.plan.calls] == [name]
+
+
+def test_the_second_of_two_calls_is_launched_while_the_first_runs() -> None:
+    for host, one, names in ((1.0, 30, ["B"]), (1.0, 32, ["A", "A"]), (0.0, 32, ["B"])):
+        apart = [model("A", "decode", launch=10), model("A", "chunked", launch=25)]
+        models = [replace(m, host=host) for m in (*apart, model("B", "mixed", launch=one))]
+        calls = chosen(models).calls(*ROWS)
+        assert [call.name for call in calls] == names
 
 
 def test_keys_are_counted_to_the_window_of_each_row() -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, least
+from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, deals_of, least
 from polyattn.selection.pieces import Counts
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
@@ -331,7 +331,8 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, _with_mixed(tuple(m for m in models if not m.windowless))
         if spec.latent is not None:  # longer rows attend to keys that are made of latents
-            models = tuple(model for model in models if model.kind in ABSORBED)
+            ways = ("", *deals_of(spec, "short"))
+            models = tuple(m for m in models if m.kind in ABSORBED and m.deal in ways)
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = any(model.by_run or model.deal == "runs" for model in models)
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
