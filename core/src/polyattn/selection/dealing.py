@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -135,11 +135,11 @@ def _cut(step: Step, processors: int) -> Counts:
     loaded = longest if near is None else min(longest, -(-(near + 1 + high) // block))
     merging = most * heads < FULL * processors and loaded > UNCUT
     if merging:
-        limit = -(-int(each @ tops) * heads * 11 // (10 * processors))
-        each_parts = (tops + (limit - 1)) // limit
-        each_parts = np.minimum(each_parts, _most_parts(most * heads, loaded, processors))
+        limit = -(-int(each.dot(tops)) * heads * 11 // (10 * processors))
+        most_parts = _most_parts(most * heads, min(loaded, processors), processors)
+        each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
         parts = largest(each_parts)
-        tokens += PARTIAL * int(step.queries @ each_parts)
+        tokens += PARTIAL * int(step.queries.dot(each_parts))
     costs, turns = blocks + BEGIN, heads
     if parts > 1:
         times = np.minimum(each_parts.repeat(each), blocks)
@@ -160,9 +160,10 @@ def _cut(step: Step, processors: int) -> Counts:
     return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
 
 
+@lru_cache(4096)
 def _most_parts(tiles: int, blocks: int, processors: int) -> int:
-    """Return into how many parts FlashAttention-3 cuts a tile at the most."""
-    rounds = tiles * np.arange(1, min(blocks, processors) + 1) / processors
+    """Return into how many parts FlashAttention-3 cuts a tile of so many blocks at the most."""
+    rounds = tiles * np.arange(1, blocks + 1) / processors
     busy = rounds / np.ceil(rounds)
     return 1 + int(np.argmax(busy >= NEARLY * busy.max()))
 
@@ -210,27 +211,26 @@ def _packed(step: Step, processors: int) -> Counts:
     keys = step.lens if near is None else np.minimum(step.lens, near)
     pages, each = (keys + (PAGE - 1)) // PAGE, step.each(group, high)
     room, limit, top = max(1, slots // heads), PIECE // PAGE, largest(pages)
-    number, of_all = total(each), int(each @ pages)
+    number, of_all = total(each), int(each.dot(pages))
     limit = max(limit, -(-of_all // room))
     top = min(top, -(-of_all // (room - number))) if room > number else top
     if number >= room:
         limit = max(limit, top)
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
-        fits = int(each @ ((pages + (middle - 1)) // middle)) <= room
+        fits = int(each.dot((pages + (middle - 1)) // middle)) <= room
         limit, top = (limit, middle) if fits else (middle + 1, top)
     rows = Rows.of(each, pages, limit)
     merged, tokens = int(rows.most > 1), step.tokens
     if merged:
-        tokens += READ * int(step.queries @ (rows.parts > 1)) + COPIED * step.tokens
+        tokens += READ * int(step.queries.dot(rows.parts > 1)) + COPIED * step.tokens
     on_one = 1 if rows.pieces * heads <= processors else 2
     block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
-    share, last = ((-(-pages // block) * block) for pages in (rows.share, rows.last))
     if rows.most == 1 and step.most > SHORT:
         seen = step.tiles(group, high, block * PAGE)[2] * block
         ends = ended(seen + PACKED_BEGIN[high], slots, heads)
     else:
-        ends = rows._replace(share=share, last=last).ended(PACKED_BEGIN[high], heads, slots)
+        ends = rows.ended(PACKED_BEGIN[high], heads, slots, block)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     launched = merged * (1 + LAUNCHED / heads)
     return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)
@@ -242,7 +242,7 @@ def _whole(step: Step, processors: int) -> Counts:
     height, narrow = step.most * group, spec.head_size <= WIDE
     low = height <= LOW_TILE
     if not low and step.most <= SHORT:
-        low = heads * int(step.each(group, LOW_TILE) @ step.near) <= FEW_KEYS * processors
+        low = heads * int(step.each(group, LOW_TILE).dot(step.near)) <= FEW_KEYS * processors
     if low:
         return _low(step, processors, min(LOW_TILE, max(16, 1 << (height - 1).bit_length())))
     # Hopper's own prefill has no caps and sinks, and of heads of 64 no prompts without a cache.
@@ -285,7 +285,7 @@ def _copied(step: Step) -> bool:
     """Whether TRITON_ATTN copies an 8-bit cache's keys into 16 bits for Hopper's own prefill."""
     spec, queries, keys = step.spec, step.queries, total(step.near)
     width = spec.num_kv_heads * spec.head_size
-    seen = int(queries @ step.near) - (int(queries @ queries) - step.tokens) // 2
+    seen = int(queries.dot(step.near)) - (int(queries.dot(queries)) - step.tokens) // 2
     gained = seen * spec.gqa_ratio - ROWS_A_COPY * keys
     return 4 * keys * width <= MOST_COPIED and gained * width >= LEAST_GAIN
 

@@ -103,7 +103,7 @@ class Latents:
                 lens, each = lens[each > 0], each[each > 0]
         blocks = (lens + TILE - 1) // TILE
         longest, number = largest(blocks), total(each)
-        tiles = Tiles(each, lens, blocks, most, longest, number, int(each @ blocks))
+        tiles = Tiles(each, lens, blocks, most, longest, number, int(each.dot(blocks)))
         self._tiles[high, padded] = tiles
         return tiles
 
@@ -158,7 +158,7 @@ def _stretched(tiles: Tiles, rows: int, processors: int, few: bool) -> tuple[End
     equal = -(-number // programs) * longest
     limit = int(SLACK * share) + 2 * item
     search = number <= 8 * programs
-    search = search and int(np.minimum.reduce(blocks)) + item <= min(limit, 2 * share)
+    search = search and blocks.item(blocks.argmin()) + item <= min(limit, 2 * share)
     if equal <= SLACK * every / programs + 1 and not (search and longest * number == every):
         return at(equal / weight), 1, number * lanes
     units = keys + item
@@ -186,7 +186,7 @@ def _paged(tiles: Tiles, processors: int, high: int, height: int) -> tuple[Ends,
     as it has pieces, or twice as many where two share it.
     """
     each, keys, *_ = tiles
-    mean = max(1, -(-int(each @ keys) // processors))
+    mean = max(1, -(-int(each.dot(keys)) // processors))
     few = (limit for top, limit in PAGES if mean <= top)
     limit = next(few, -(-mean // 256) * 256)
     pieces, merged = Rows.of(each, keys, limit, unit=TILE), 0

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, deals_of, least
-from polyattn.selection.pieces import Counts
+from polyattn.selection.pieces import Counts, largest, total
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
@@ -76,7 +76,7 @@ def shape_of_decodes(
     longest = int(lens.max(initial=0)) if longest is None else longest
     if longest > seen:
         lens, longest = np.minimum(lens, seen), seen
-    keys = int(lens.sum())
+    keys = total(lens)
     group, kv_heads = _heads(spec)
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
@@ -98,7 +98,7 @@ def shape_of_step(
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
         return _dealt(spec, StepShape(0, 0, 0, 0, 0, 0, 0), q, n, 0, deals)
-    tokens, most, seen = int(q.sum()), int(q.max()), _seen(spec, 0)
+    tokens, most, seen = total(q), largest(q), _seen(spec, 0)
     runs = rows = len(q)
     if by_run and most > 1:
         runs = 1 + int(np.count_nonzero((q[1:] != q[:-1]) | (n[1:] != n[:-1])))
@@ -107,16 +107,16 @@ def shape_of_step(
         n = np.minimum(n, q + seen)
     group, kv_heads = _heads(spec)
     if 1 < most <= LONGEST_SHORT or (most == 1 and spec.latent is not None):
-        pairs = int((q * group + TILE - 1) // TILE @ n) * TILE // group
+        pairs = int(((q * group + (TILE - 1)) // TILE).dot(n)) * TILE // group
     else:
-        pairs = int(q @ n)
+        pairs = int(q.dot(n))
         if spec.causal:
-            pairs -= (int(q @ q) - tokens) // 2
+            pairs -= (int(q.dot(q)) - tokens) // 2
         if spec.causal and seen < sys.maxsize:  # what lies before the windows of later tokens
             over = np.maximum(n - seen - 1, 0)
-            pairs -= int(over @ (over + 1)) // 2
-    tiles = int(((q * group + TALL - 1) // TALL).sum()) * kv_heads
-    shape = StepShape(rows, tokens, int(n.sum()), int(n.max()), pairs, tiles, runs)
+            pairs -= int(over.dot(over + 1)) // 2
+    tiles = total((q * group + (TALL - 1)) // TALL) * kv_heads
+    shape = StepShape(rows, tokens, total(n), largest(n), pairs, tiles, runs)
     return _dealt(spec, shape, q, lens, most, deals) if deals else shape
 
 
@@ -334,7 +334,7 @@ class Predictor:
             ways = ("", *deals_of(spec, "short"))
             models = tuple(m for m in models if m.kind in ABSORBED and m.deal in ways)
         slowest = max((model.host for model in models), default=0.0)
-        self.by_run = any(model.by_run or model.deal == "runs" for model in models)
+        self.by_run = {m.kind for m in models if m.by_run or m.deal == "runs"}
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._models = {(model.kind, model.backend): model for model in models}
         self._weighed: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
@@ -362,7 +362,7 @@ class Predictor:
 
     def shape(self, kind: str, queries: Ints, lens: Ints) -> StepShape:
         """Return the shape of a call of a kind, as far as its models look at it."""
-        return shape_of_step(self.spec, queries, lens, self.by_run, self.deals[kind])
+        return shape_of_step(self.spec, queries, lens, kind in self.by_run, self.deals[kind])
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
         """Return those of some backends that have a model for a kind of call."""
@@ -429,12 +429,12 @@ def kind_of_step(queries: Ints, lens: Ints) -> str:
     """Return the kind of a call over rows of so many tokens and keys."""
     if not len(queries):
         return "decode"
-    q = np.asarray(queries)
-    most = q.max()
+    q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+    most = largest(q)
     if most <= 1:
         return "decode"
     if most <= LONGEST_SHORT:
         return "short"
-    if q.min() <= 1:
+    if q[q.argmin()] <= 1:
         return "mixed"
-    return "prefill" if np.count_nonzero(q == lens) == len(q) else "chunked"
+    return "prefill" if q.tobytes() == n.tobytes() else "chunked"

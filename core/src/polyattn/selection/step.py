@@ -37,7 +37,7 @@ class Step:
     @cached_property
     def fresh(self) -> bool:
         """Whether each row sees only its own keys."""
-        return bool(np.count_nonzero(self.queries == self.lens) == len(self.lens))
+        return self.queries.tobytes() == self.lens.tobytes()
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""

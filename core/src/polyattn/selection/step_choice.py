@@ -256,7 +256,7 @@ class StepChoice:
         """
 
         def total(us: float, host: float) -> float:
-            return min(together(first, us, host, True) for first in firsts.values())
+            return min([together(first, us, host, True) for first in firsts.values()])
 
         name = self.chosen["prefill"]
         if self._knows(rest):

@@ -7,6 +7,7 @@ front, decodes behind them. One more row fills the room that prompts leave. It r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
+from polyattn.runtime.step.integers import Integers
 
 
 class MixedBuffers(StepBuffers):
@@ -73,7 +75,7 @@ class MixedBuffers(StepBuffers):
         most = [self.max_len] + [0] * rest + [self.max_len] * size.rows
         return self._over(queries, most)
 
-    def batch(self, lens: list[int]) -> Batch:
+    def batch(self, lens: Sequence[int] | Integers) -> Batch:
         """Refuse: queries of mixed steps vary.
 
         Args:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from polyattn.errors import BatchError, flag
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
-from polyattn.runtime.step.integers import upload
+from polyattn.runtime.step.integers import Integers, upload
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -143,12 +145,17 @@ class StepBuffers:
     def longest(self) -> Batch:
         """Return the step that a graph is captured with: planned for the most keys, few on the device."""
         self.seq_lens.fill_(self.padding_len)
-        return self.batch([self.max_len] * self.num_seqs)
+        return self.batch(self._longest.host_lens)
 
-    def batch(self, lens: list[int]) -> Batch:
+    def batch(self, lens: Sequence[int] | Integers) -> Batch:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
+        return self._longest.with_lens(np.array(lens, np.int64))
+
+    @cached_property
+    def _longest(self) -> Batch:
+        """A batch over these buffers, with the most keys. A step is this one with its own lengths."""
         starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
-        batch = self._on_these(starts, lens)
+        batch = self._on_these(starts, [self.max_len] * self.num_seqs)
         batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
         return batch.with_shared_prefix(()) if self.sharing else batch
 
@@ -177,7 +184,8 @@ class StepBuffers:
     def fill(self, batch: Batch) -> Batch:
         """Copy a step's metadata in; returns the step as the graph sees it."""
         count, tokens = batch.num_seqs, batch.num_tokens
-        lens = batch.lens + [self.padding_len] * (self.num_seqs - count)
+        lens = np.full(self.num_seqs, self.padding_len, np.int64)
+        lens[:count] = batch.host_lens
         if batch.lens_are_bounds:  # the device's count
             self.seq_lens.fill_(self.padding_len)
             self.seq_lens[:count] = batch.seq_lens
@@ -188,7 +196,8 @@ class StepBuffers:
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
             pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
-            self.block_table[count:] = 0
+            if count < self.num_seqs:
+                self.block_table[count:] = 0
         if self.positions is not None:
             self.positions.zero_()
             pairs.append((self.positions[..., :tokens], positions_of(batch)))
@@ -198,6 +207,7 @@ class StepBuffers:
             pairs.append((self.state_slots[:count], batch.state_slots))
         copy_together(pairs + self._targets(batch.state_targets))
         filled = self.batch(lens)
+        filled._covers_queries = batch._covers_queries  # padding is as the backends take it
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
@@ -220,7 +230,7 @@ class StepBuffers:
 
     def _put(self, buffer: Tensor, values: Any) -> None:
         """Copy numbers to a buffer's first elements."""
-        numbers = torch.tensor(values, dtype=buffer.dtype, device="cpu").numpy()
+        numbers = np.array(values, np.int32 if buffer.dtype is torch.int32 else np.int64)
         upload(numbers, buffer.device, buffer[: len(numbers)])
 
 

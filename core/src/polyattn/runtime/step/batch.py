@@ -488,11 +488,19 @@ class Batch:
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
+        return self.with_lens(self.seq_lens.cpu().numpy().astype(np.int64))
+
+    def with_lens(self, lens: Integers) -> Batch:
+        """Return the same batch over a cache with other lengths on the host.
+
+        Args:
+            lens: int64 (num_seqs,), NumPy: what `seq_lens` holds, or will at most. They aren't checked.
+
+        """
         batch = self.copy()
-        batch.lens = self.seq_lens.tolist()
-        of_lens = "max_seq_len", "host_lens", "host_contexts", "token_positions", "_covers_queries"
-        for name in of_lens:
+        for name in ("max_seq_len", "host_contexts", "token_positions", "_covers_queries"):
             batch.__dict__.pop(name, None)
+        batch.host_lens, batch.lens = lens, lens.tolist()
         return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
