@@ -123,6 +123,22 @@ def test_prompts_of_latents_that_fit_in_low_tiles_have_times_of_their_own() -> N
         assert [call.name for call in step.plan.calls] == [name]
 
 
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (SPEC, "A"),
+        (SPEC.replace(num_kv_heads=16), "B"),
+        (SPEC.replace(num_kv_heads=16, sliding_window=64), "A"),
+    ],
+)
+def test_decodes_of_small_groups_may_have_a_kernel_of_their_own(spec: LayerSpec, name: str) -> None:
+    models = [model("A", "decode", launch=20)]
+    models += [model("B", kind, launch=us) for kind, us in (("decode", 30), ("ungrouped", 10))]
+    predictor = Predictor(spec, models)
+    among, shape = predictor.among("decode", "AB"), predictor.shape("decode", [1], [99])
+    assert predictor.fastest(among, shape) == name
+
+
 def test_the_second_of_two_calls_is_launched_while_the_first_runs() -> None:
     for host, one, names in ((1.0, 30, ["B"]), (1.0, 32, ["A", "A"]), (0.0, 32, ["B"])):
         apart = [model("A", "decode", launch=10), model("A", "chunked", launch=25)]
