@@ -102,6 +102,39 @@ def test_mixed_buffers_have_text_positions_on_every_axis(positions: torch.Tensor
     assert step.positions[:, -2:].tolist() == [wanted] * 3
 
 
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_hold_one_step_whatever_the_last_one_had(query_len: int, on_device: bool) -> None:
+    buffers = StepBuffers(4, query_len, 48, 16, "cpu", axes=1)
+    padding = 0 if query_len == 1 else query_len
+    copied = torch.zeros(2)
+    for lens, stores in (
+        ([9, 40, 5, 7], "both"), ([33, 12], "both"), ([8, 2, 30], "both"), ([8, 2, 30], "slots"),
+        ([8, 2, 30], "states"), ([8, 2, 30, 4], "neither"), ([3, 3], "neither"),
+    ):  # fmt: skip
+        count, room = len(lens), 4 - len(lens)
+        starts, table = list(range(0, count * query_len + 1, query_len)), torch.ones(count, 3).int()
+        given = torch.tensor(lens, dtype=torch.int32) if on_device else lens
+        slots = torch.arange(count * query_len) if stores in ("both", "slots") else None
+        states = torch.arange(count) if stores in ("both", "states") else None
+        batch = Batch(starts, given, table, slots, state_slots=states)
+        step = buffers.fill(batch, [(copied, torch.tensor([len(lens), 1.0]))])
+        assert step.lens == step.host_lens.tolist() == step.seq_lens.tolist()
+        assert step.lens == lens + [padding] * room
+        assert step.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+        assert step.max_seq_len == max(lens)
+        assert step.block_table is not None
+        assert step.block_table.sum(1).tolist() == [3] * count + [0] * room
+        for held, wanted, each in (
+            (step.slot_mapping, slots, query_len),
+            (step.state_slots, states, 1),
+        ):
+            assert held is not None
+            numbers = [-1] * (count * each) if wanted is None else wanted.tolist()
+            assert held.tolist() == numbers + [-1] * (room * each)
+        assert copied.tolist() == [len(lens), 1]
+
+
 def test_graphs_are_captured_on_their_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own stream of captures is of the device that the process captured on first."""
     group, said, current = LayerGroup(SPEC), [], ["cuda:0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,12 +68,12 @@ def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
         tensor([ True,  True, False])
 
     """
-    counts = zip(batch.query_lens, batch.lens, strict=True)
-    blind = [q if not n else max(q - n, 0) if causal else 0 for q, n in counts]
-    if not any(blind):
+    queries, lens = batch.host_query_lens, batch.host_lens
+    blind = np.maximum(queries - lens, 0) if causal else queries * (lens == 0)
+    if not np.count_nonzero(blind):
         return None
     rows = torch.zeros(batch.num_tokens, dtype=torch.bool, device="cpu")
-    for start, count in zip(batch.starts, blind, strict=False):
+    for start, count in zip(batch.starts, blind.tolist(), strict=False):
         rows[start : start + count] = True
     return rows.to(batch.device)
 

@@ -52,6 +52,13 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one == other or (one.type == other.type and None in (one.index, other.index))
 
 
+def as_wide(tensor: Tensor) -> bool:
+    """Whether the tensor's device has no wider integers than int32."""
+    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
+        return False
+    return tensor[:0].long().dtype == torch.int32
+
+
 def check_is_tensor(
     name: str, value: Any, where: str = "", error: type[PolyattnError] = BatchError
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from polyattn.kernel import (
     STORAGE_DTYPES,
@@ -181,8 +182,8 @@ class FlashInferAttention(AttentionBackend):
         plan.lease = self.pool.lease_of_step(plan, reuse, spec, cache)
         indptr, indices, last = page_lists(batch, cache.block_size, plan.lease.room)
         plan.lease.plan(
-            indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size,
-            cache.block_size, **self.options,
+            indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size,
+            seq_lens=torch.from_numpy(batch.host_lens.astype(np.int32)), **self.options,
         )  # fmt: skip
 
     def _plan_paged(self, plan: FlashInferPlan, **masked: Tensor) -> None:

@@ -49,25 +49,27 @@ def page_lists(
     Order: indptr (num_seqs + 1,), indices (pages,), last_page_len (num_seqs,). `room`: where the
     indices are to lie.
     """
-    assert batch.block_table is not None
-    lens = np.asarray(batch.lens, dtype=np.int64)
-    pages = -(-lens // block_size)
-    indptr = np.concatenate([[0], pages.cumsum()]).astype(np.int32)
-    last = np.where(pages > 0, lens - (pages - 1) * block_size, 0).astype(np.int32)
-    row, column = ragged(pages)
-    table = batch.block_table
-    stride, count = table.stride(0), len(row)
-    places = row * stride + column
+    lens, table = batch.host_lens, batch.block_table
+    assert table is not None
+    pages = (lens + (block_size - 1)) // block_size
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    indptr[1:] = pages.cumsum()
+    last = (lens - np.maximum(pages - 1, 0) * block_size).astype(np.int32)
+    count = int(indptr[-1])
+    if room is not None and count > len(room.pages):
+        raise BatchError(
+            f"the step has {count} pages, its captured graph room for {len(room.pages)}; capture one for "
+            "longer sequences"
+        )
+    if len(lens) == 1:  # whose row of the table is its list
+        return torch.from_numpy(indptr), table[0, :count], torch.from_numpy(last)
+    stride = table.stride(0)
+    places = np.arange(count) + (np.arange(len(lens)) * stride - indptr[:-1]).repeat(pages)
     # The table as it lies, rows and what is between them: one index a page, not two.
     width = stride * (len(table) - 1) + table.shape[1] if table.numel() else 0
     flat = table.as_strided((width,), (1,))
     if room is None:
         indices = flat[upload(places, batch.device)]
-    elif count > len(room.pages):
-        raise BatchError(
-            f"the step has {count} pages, its captured graph room for {len(room.pages)}; capture one for "
-            "longer sequences"
-        )
     else:
         at = upload(places, batch.device, room.places[:count])
         indices = torch.index_select(flat, 0, at, out=room.pages[:count])

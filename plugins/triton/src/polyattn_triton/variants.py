@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ SCALES = {"number": 0, "tensor": 1, "head": 2}
 """How the kernels read a layer's scales (`softmax.scaled`)."""
 
 
+@lru_cache(1024)
 def even_splits(programs: int, num_sms: int) -> int:
     """Return how many splits leave the fullest multiprocessor the least to do.
 

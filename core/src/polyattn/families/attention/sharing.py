@@ -137,7 +137,7 @@ class Sharing:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
-        if table is None or cost_us is None or self._saved_us(self._most(step)) <= cost_us:
+        if table is None or cost_us is None or not self._may_save(step, cost_us):
             return False
         if capturing(table) or (
             table.is_cuda and torch.cuda.get_sync_debug_mode() == WAITING_RAISES
@@ -153,13 +153,18 @@ class Sharing:
         """Skip some tables after one that shared nothing; look at the next one after one that did."""
         self.rest, self.rested = 0 if shared else min(self.rest * 2 or 1, LONGEST_REST), 0
 
-    def _most(self, step: Batch) -> int:
-        """Return the bytes that a step's decodes could save at most, going by their lengths alone."""
+    def _may_save(self, step: Batch, us: float) -> bool:
+        """Whether a step's decodes could save more than that, going by their lengths alone."""
         form = self.group.cache_format
         assert form is not None
+        # No step saves more than all of its blocks: that ends most looks.
+        every = int(np.add.reduce(step.host_lens)) // form.block_size
+        if self._saved_us(every * self.block_bytes) <= us:
+            return False
         own = step.host_lens[step.host_query_lens == 1] - 1
         blocks = np.maximum(own, 0) // form.block_size
-        return int(blocks.sum() - blocks.max(initial=0)) * self.block_bytes
+        most = int(blocks.sum() - blocks.max(initial=0))
+        return self._saved_us(most * self.block_bytes) > us
 
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
         """Return a call for a batch of decodes; None if too little is shared, or no backend can.

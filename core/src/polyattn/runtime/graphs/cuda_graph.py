@@ -13,7 +13,7 @@ from polyattn.errors import BatchError, flag, shown
 from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
-from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.group import LayerGroup, StepPlan
 from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.runtime.step.batch import Batch
@@ -72,12 +72,14 @@ class StepGraph:
             if problem is not None:
                 raise BatchError(problem)
         self._check_inputs(batch, inputs)
-        filled = buffers.fill(batch)
+        rows = buffers.rows(batch)
+        beside: list[tuple[Tensor, Tensor]] = []
+        if isinstance(rows, slice):
+            beside = [(self.inputs[name][rows], tensor) for name, tensor in inputs.items()]
+        filled = buffers.fill(batch, beside)
         for group, plan in self.plans.items():
             group.plan(group.planner.own(filled), reuse=plan)
-        rows = buffers.rows(batch)
         if isinstance(rows, slice):
-            copy_together((self.inputs[name][rows], tensor) for name, tensor in inputs.items())
             self.graph.replay()
             return tree_unflatten([result[rows] for result in self.results], self.form)
         for name, tensor in inputs.items():

@@ -7,7 +7,7 @@ front, decodes behind them. One more row fills the room that prompts leave. It r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers
@@ -103,11 +103,12 @@ class MixedBuffers(StepBuffers):
         room = room and batch.state_targets is None
         return room and batch.max_seq_len <= self.max_len
 
-    def fill(self, batch: Batch) -> Batch:
+    def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
         """Copy a step's metadata in.
 
         Args:
             batch: the step, which fits. If its lengths are bounds, the device's are copied.
+            beside: likewise, the second tensor of each pair into the first.
 
         Returns:
             The step as the graph sees it, over these buffers.
@@ -125,6 +126,7 @@ class MixedBuffers(StepBuffers):
         if batch.lens_are_bounds:  # the device's count
             self._gather(batch.seq_lens, self.seq_lens, len(prompts), len(decodes))
         self._place(batch, prompts, decodes)
+        copy_together(beside)
         places = self.places[: batch.num_tokens]
         self._fill_table(batch, len(prompts), len(decodes))
         self.slots.fill_(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,7 @@ class StepBuffers:
         self.slot_mapping = stored if block_size else None
         self.state_slots = states
         self.state_targets: Tensor | None = None
+        self._held = (0, 0, 0)  # rows, slots and states that the last step wrote
         if self.size.state_targets:
             self.state_targets = targets.view(num_seqs, self.query_len)
         places = (axes, tokens) if axes > 1 else (tokens,)
@@ -181,25 +183,35 @@ class StepBuffers:
             and (batch.state_targets is not None) == self.size.state_targets
         )
 
-    def fill(self, batch: Batch) -> Batch:
-        """Copy a step's metadata in; returns the step as the graph sees it."""
+    def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
+        """Copy a step's metadata in, and the second of each pair `beside` it, in the same launches.
+
+        Returns the step as the graph sees it.
+        """
         count, tokens = batch.num_seqs, batch.num_tokens
         lens = np.full(self.num_seqs, self.padding_len, np.int64)
         lens[:count] = batch.host_lens
-        if batch.lens_are_bounds:  # the device's count
-            self.seq_lens.fill_(self.padding_len)
-            self.seq_lens[:count] = batch.seq_lens
+        pairs = list(beside)
+        # An earlier step's numbers lie behind this one's where it had more of them.
+        slots, states = batch.slot_mapping is not None, batch.state_slots is not None
+        held = (count, tokens * slots, count * states)
+        if self.state_targets is not None or any(map(gt, self._held, held)):
+            self.slots.fill_(-1)
+            if self.block_table is not None:
+                self.block_table[count:] = 0
+            if self.positions is not None:
+                self.positions.zero_()
+        self._held = held
+        if batch.lens_are_bounds or "seq_lens" in vars(batch):  # which count, and are there
+            pairs.append((self.seq_lens[:count], batch.seq_lens))
+            if count < self.num_seqs:
+                self.seq_lens[count:] = self.padding_len
         else:
             self._put(self.seq_lens, lens)
-        self.slots.fill_(-1)
-        pairs: list[tuple[Tensor, Tensor]] = []
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
             pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
-            if count < self.num_seqs:
-                self.block_table[count:] = 0
         if self.positions is not None:
-            self.positions.zero_()
             pairs.append((self.positions[..., :tokens], positions_of(batch)))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
             pairs.append((self.slot_mapping[:tokens], batch.slot_mapping))
