@@ -597,7 +597,7 @@ def test_what_keeps_a_hopper_hosts_busy_is_not_chosen(size: int) -> None:
     queries, lens = [1] * 32 + [256], [1500] * 32 + [256]
     choice = step_choice(selection)
     alone = step_choice(
-        replace(selection, timings=tuple(replace(m, host=0.0) for m in selection.timings))
+        replace(selection, timings=tuple(replace(m, host=1.0) for m in selection.timings))
     )
     assert choice is not None and alone is not None
     assert [call.name for call in choice.calls(queries, lens)] == ["FLASH_ATTN_V3"]
