@@ -179,3 +179,17 @@ def test_an_h200s_slow_kernels_are_left(
     (call,) = choice.calls(lens, lens)
     assert call.name != loser  # a backend of which no times are known is never left for others
     assert call.times[loser] > min(call.times.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "there"),
+    [({}, True), ({"sliding_window": 512}, False), ({"logit_soft_cap": 30.0}, False)],
+)
+def test_a_field_of_a_class_that_is_null_is_one_that_layers_lack(
+    fields: dict[str, Any], there: bool
+) -> None:
+    """FLASHINFER's times of heads of 256 are those of layers without windows and caps."""
+    spec = LayerSpec(num_heads=16, num_kv_heads=2, head_size=256).replace(**fields)
+    models = select(spec, "h200").timings
+    assert any(m.backend == "FLASHINFER" for m in models) is there
+    assert any(m.backend == "TRITON_ATTN" for m in models)
