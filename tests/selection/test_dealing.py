@@ -240,9 +240,10 @@ def test_heads_have_tiles_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "height", "weight"), [(2, 16, 0.65), (4, 64, 1), (12, 128, 1.75)]
+    ("tokens", "height", "weight", "beside"),
+    [(2, 16, 0.6, 192), (4, 64, 1, 64), (12, 128, 1.75, 64)],
 )
-def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
+def test_short_rows_are_packed(tokens: int, height: int, weight: float, beside: int) -> None:
     """FlashInfer's `PrefillSplitQOKVIndptr`: the shortest pieces of which two fit on a processor."""
     for keys in ((3000, 200, 900), (130, 50, 90), (60_000, 5000, 11)):
         rows = [(tokens, n + tokens) for n in keys] * 2
@@ -257,9 +258,9 @@ def test_short_rows_are_packed(tokens: int, height: int, weight: float) -> None:
         assert merged == (parts if parts > 1 else 0)
         pieces = sum(tiles * math.ceil(p / limit) for p in pages) * 4
         alone = 1 if pieces <= PROCESSORS else 2
-        block = 64 if height == 128 else 128  # keys, and 64 beside
+        block = 64 if height == 128 else 128
         blocks = math.ceil(min(limit, max(pages)) * 16 / block)
-        expected = (blocks * block + 64) * alone * weight * 64 / 128**2
+        expected = (blocks * block + beside) * alone * weight * 64 / 128**2
         assert span == pytest.approx(expected, rel=1e-3)
 
 

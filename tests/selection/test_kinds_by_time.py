@@ -102,8 +102,49 @@ def test_prompts_of_latents_go_to_whoever_is_the_fastest_at_such() -> None:
     step = workload(LayerGroup(replace(same, timings=times)), [(20, 20)])
     assert [call.name for call in step.plan.calls] == ["NATIVE_ATTN"]
     # Latents' own shapes have none of heads' ways, whatever the table holds.
-    dealt = [model("A", kind, "whole", launch=9) for kind in ("prefill", "chunked")]
+    dealt = [model("A", kind, "whole", launch=9) for kind in ("prefill", "chunked", "short")]
     assert Predictor(spec, dealt).among("prefill", "A") == []
+    assert Predictor(spec, dealt).among("short", "A") == []
+
+
+def test_prompts_of_latents_that_fit_in_low_tiles_have_times_of_their_own() -> None:
+    spec = LayerSpec(
+        kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32", block_size=16,
+        latent=LatentSpec(rank=32, rope_head_size=8),
+    )  # fmt: skip
+    times = (
+        model("NATIVE_ATTN", "prefill", launch=50),
+        *(model("TORCH_SDPA", k, "whole", launch=us) for k, us in (("prefill", 60), ("short", 40))),
+    )
+    group = LayerGroup(replace(select(spec, "cpu"), timings=times))
+    group.finish_builds()
+    for tokens, name in ((64, "TORCH_SDPA"), (65, "NATIVE_ATTN")):
+        step = workload(group, [(tokens, tokens)])
+        assert [call.name for call in step.plan.calls] == [name]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (SPEC, "A"),
+        (SPEC.replace(num_kv_heads=16), "B"),
+        (SPEC.replace(num_kv_heads=16, sliding_window=64), "A"),
+    ],
+)
+def test_decodes_of_small_groups_may_have_a_kernel_of_their_own(spec: LayerSpec, name: str) -> None:
+    models = [model("A", "decode", launch=20)]
+    models += [model("B", kind, launch=us) for kind, us in (("decode", 30), ("ungrouped", 10))]
+    predictor = Predictor(spec, models)
+    among, shape = predictor.among("decode", "AB"), predictor.shape("decode", [1], [99])
+    assert predictor.fastest(among, shape) == name
+
+
+def test_the_second_of_two_calls_is_launched_while_the_first_runs() -> None:
+    for host, one, names in ((1.0, 30, ["B"]), (1.0, 32, ["A", "A"]), (0.0, 32, ["B"])):
+        apart = [model("A", "decode", launch=10), model("A", "chunked", launch=25)]
+        models = [replace(m, host=host) for m in (*apart, model("B", "mixed", launch=one))]
+        calls = chosen(models).calls(*ROWS)
+        assert [call.name for call in calls] == names
 
 
 def test_keys_are_counted_to_the_window_of_each_row() -> None:
@@ -138,3 +179,17 @@ def test_an_h200s_slow_kernels_are_left(
     (call,) = choice.calls(lens, lens)
     assert call.name != loser  # a backend of which no times are known is never left for others
     assert call.times[loser] > min(call.times.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "there"),
+    [({}, True), ({"sliding_window": 512}, False), ({"logit_soft_cap": 30.0}, False)],
+)
+def test_a_field_of_a_class_that_is_null_is_one_that_layers_lack(
+    fields: dict[str, Any], there: bool
+) -> None:
+    """FLASHINFER's times of heads of 256 are those of layers without windows and caps."""
+    spec = LayerSpec(num_heads=16, num_kv_heads=2, head_size=256).replace(**fields)
+    models = select(spec, "h200").timings
+    assert any(m.backend == "FLASHINFER" for m in models) is there
+    assert any(m.backend == "TRITON_ATTN" for m in models)

@@ -82,6 +82,21 @@ def test_rows_of_a_few_tokens_have_the_kernel_that_splits_keys(
     assert wrapper.made["backend"] == kernel and wrapper.planned["causal"] is True
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "window", "kernel"),
+    [(4, None, "decode"), (1, None, "prefill by fa2"), (4, 64, "prefill by fa2")],
+)
+def test_decodes_on_cuda_cores_read_what_a_window_hides(
+    kv_heads: int, window: int | None, kernel: str, fakes: None
+) -> None:
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=kv_heads, head_size=64, dtype="bfloat16", sliding_window=window
+    )
+    work = drawn(spec, [(1, 9)])
+    plan = flashinfer_over(work, spec).plan(work.batch)
+    assert plan.lease.wrapper.kernel() == kernel
+
+
 def test_fp8_is_read_from_pages_by_the_fa2_kernel(fakes: None) -> None:
     """A prompt's own keys, too: the cache's are the rounded ones."""
     spec = SMALL.replace(kv_cache_dtype="fp8_e4m3")

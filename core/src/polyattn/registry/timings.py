@@ -45,7 +45,7 @@ class Entry:
     stale: str = ""
 
     def speaks_of(self, spec: LayerSpec) -> bool:
-        """Whether the model is for layers of this one's class."""
+        """Whether the model is for layers of this one's class. A field that is null is one they lack."""
         theirs = layer_class(spec)
         return all(theirs.get(name) == value for name, value in self.layer)
 
@@ -230,7 +230,7 @@ def distance(measured: dict[str, Any], asked: dict[str, Any]) -> float:
         return math.inf
     sizes = [abs(math.log2(asked[n] / theirs[n])) for n in ("head_size", "v_head_size")]
     others = [0.25 for n in ("dtype", "stored", "heads") if asked.get(n) != theirs.get(n)]
-    others += [0.25 for name in FEATURES if (name in measured) != (name in asked)]
+    others += [0.25 for n in FEATURES if bool(measured.get(n)) != bool(asked.get(n))]
     return sum(sizes + others)
 
 

@@ -97,10 +97,12 @@ ALONE = 0.9
 APART = 4
 """Reads and writes of a token that it costs beside, if a group is one head: a tile's rows lie apart.
 So in FlashAttention-3, and in Hopper's prefill with wide heads."""
-PACKED = {16: 0.65, 64: 1.0, 128: 1.75}
+PACKED = {16: 0.6, 64: 1.0, 128: 1.75}
 """FlashInfer's tiles of short rows: the time of each, of one of 64 rows. Two run on a processor."""
-PIECE, PAGE, PACKED_BEGIN = 128, 16, 4
-"""Keys that its pieces have at the least. It cuts at pages; a piece costs so many beside its own."""
+PIECE, PAGE = 128, 16
+"""Keys that its pieces have at the least. It cuts at pages."""
+PACKED_BEGIN = {16: 12, 64: 4, 128: 4}
+"""Pages that a piece costs beside its own: four warps share the keys of the lowest tiles, and merge."""
 AT_A_TIME = {16: 128, 64: 128, 128: 64}
 """Keys that its tiles take at a time, by their rows; the lowest twice as many of heads up to 64."""
 READ, COPIED, LAUNCHED = 24, 2, 16
@@ -226,9 +228,9 @@ def _packed(step: Step, processors: int) -> Counts:
     block = AT_A_TIME[high] * (1 + (high == LOW and spec.head_size <= LOW_TILE)) // PAGE
     if rows.most == 1 and step.most > SHORT:
         seen = step.tiles(group, high, block * PAGE)[2] * block
-        ends = ended(seen + PACKED_BEGIN, slots, heads)
+        ends = ended(seen + PACKED_BEGIN[high], slots, heads)
     else:
-        ends = rows.ended(PACKED_BEGIN, heads, slots, block)
+        ends = rows.ended(PACKED_BEGIN[high], heads, slots, block)
     area = processors * PACKED[high] * LOW_TILE * on_one * PAGE
     launched = merged * (1 + LAUNCHED / heads)
     return ends.counts(area, spec.num_heads, launched, tokens, merged * rows.most)
@@ -395,7 +397,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     one. A tile costs some blocks beside. Of low tiles and pages less is known.
     """
     if kind in ("decode", "short"):
-        pairs = {"even": 0.25, "heads": 0.6, "whole": 0.1}.get(way, 1.0)
+        pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
         return Least(pairs, kinds=("", *SWITCHES.get(way, ())))
     size, group, heads = spec.head_size, spec.gqa_ratio, spec.num_heads
     low, narrow = group * SHORT < LOW_TILE, spec.stored_dtype != spec.dtype

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, least
+from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, deals_of, least
 from polyattn.selection.pieces import Counts, largest, total
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
+from polyattn.spec.timing import GROUPED, KINDS, OVERLAPPING, TERMS, TimingModel
 
 Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Array
@@ -308,6 +308,16 @@ def _with_mixed(models: tuple[TimingModel, ...]) -> tuple[TimingModel, ...]:
     return (*models, *mixed)
 
 
+def _ungrouped(models: Sequence[TimingModel]) -> Iterator[TimingModel]:
+    """Yield the models of a layer of small groups, whose decodes some backends give to another kernel."""
+    own = {model.backend for model in models if model.kind == "ungrouped"}
+    for model in models:
+        if model.kind == "ungrouped":
+            yield replace(model, kind="decode")
+        elif model.kind != "decode" or model.backend not in own:
+            yield model
+
+
 def form_of(model: TimingModel) -> Form:
     """Return a model's form."""
     return Form(model.overlap, model.whole, model.by_run, model.deal)
@@ -331,7 +341,10 @@ class Predictor:
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec, models = spec, _with_mixed(tuple(m for m in models if not m.windowless))
         if spec.latent is not None:  # longer rows attend to keys that are made of latents
-            models = tuple(model for model in models if model.kind in ABSORBED)
+            ways = ("", *deals_of(spec, "short"))
+            models = tuple(m for m in models if m.kind in ABSORBED and m.deal in ways)
+        elif spec.gqa_ratio < GROUPED and not spec.sliding_window:
+            models = tuple(_ungrouped(models))
         slowest = max((model.host for model in models), default=0.0)
         self.by_run = {m.kind for m in models if m.by_run or m.deal == "runs"}
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}

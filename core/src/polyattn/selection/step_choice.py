@@ -31,6 +31,9 @@ UNKNOWN = Price(0.0, 0.0, 0.0)
 APART = 1.15
 """What each of two calls costs the host over a call that has the whole step, which needs no views of its
 rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
+QUEUED = 4.0
+"""Microseconds that two calls take less than each alone: the second is launched while the first runs. On
+an H200 2.5 where they take more than 40, else 5 (2026-11-30)."""
 KINDS_OF_CALLS = ("decode", "decode"), ("prefill", "prefill"), ("prefill", "chunked")
 """Phases, and kinds of their calls of which a mixed step has two."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
@@ -75,9 +78,11 @@ class CallChoice(NamedTuple):
 def together(price: Price, us: float, host: float, compared: bool = False) -> float:
     """Return the microseconds of a step of two calls: what the slower of device and host takes.
 
-    The device's times add up, and so do the host's, `APART` counted. `compared`: with margins.
+    The device's times add up, but for `QUEUED` where a host queues calls, and so do the host's, `APART`
+    counted. `compared`: with margins.
     """
-    return max((price.compared if compared else price.us) + us, APART * price.host + APART * host)
+    device = (price.compared if compared else price.us) + us - (QUEUED if host else 0.0)
+    return max(device, APART * price.host + APART * host)
 
 
 class StepChoice:

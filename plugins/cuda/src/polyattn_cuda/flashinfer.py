@@ -87,8 +87,10 @@ class FlashInferAttention(AttentionBackend):
         self.kv_dtype = STORAGE_DTYPES[cache.dtype] if cache else self.dtype
         self.quantized = self.kv_dtype.itemsize == 1
         # Each cached page is read once whatever the group; from four heads on, tensor cores are
-        # what keeps up with the memory. Without them there are kernels of few ratios and sizes.
-        self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
+        # what keeps up with the memory. Without them there are kernels of few ratios and sizes, and
+        # they read what a window hides.
+        windowed = window_sizes(spec)[0] >= 0
+        self.tensor_cores = spec.gqa_ratio >= 4 or windowed or spec.head_size not in (64, 128, 256)
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
         self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)

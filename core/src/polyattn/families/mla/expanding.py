@@ -27,8 +27,8 @@ class ExpandedChooser:
         self.group = group
         self.usual = Candidate(info, group.backend("prefill", AttentionBackend, spec=spec))
         self.candidates = {info.name: self.usual}
-        models = [m for m in selection.timings if m.kind in PARTS.values()]
-        known = {model.backend for model in models}
+        known = {m.backend for m in selection.timings if m.kind in PARTS.values()}
+        models = [m for m in selection.timings if m.backend in known]
         # Which one is the fastest depends on the other requests.
         among = dict(selection.candidates)["prefill"] if info.name in known else ()
         for other in () if group.spec.batch_invariant else among:

@@ -26,7 +26,7 @@ LEAST_LAYERS = 3
 """Layers from which on each is predicted by the others; of fewer, steps are."""
 LEAST_POINTS = 12
 """Twice as many as there are coefficients."""
-WHOLE = (0, 64, 96, 128, 192, 256, 384, 512)
+WHOLE = (0, 64, 96, 128, 192, 256, 384, 512, 768)
 """Tiles from which on keys may stay whole: about as finely as chips' numbers of processors tell."""
 UNLIKELY = 2.0
 """What a loss of launches by run is multiplied by: the host's time follows, so noise mustn't say so."""
