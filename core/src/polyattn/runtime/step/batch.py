@@ -327,7 +327,8 @@ class Batch:
     @cached_property
     def all_decode(self) -> bool:
         """Whether there are sequences, and every one has exactly one query token."""
-        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
+        lens = self.host_query_lens
+        return 0 < lens.size == self.starts[-1] and lens.item(lens.argmax()) == 1
 
     @cached_property
     def query_start_loc(self) -> Tensor:
