@@ -12,6 +12,7 @@ from polyattn import LatentSpec, LayerGroup, LayerSpec, select
 from polyattn.registry.timings import layer_class
 from polyattn.selection.prediction import Predictor, shape_of_step
 from polyattn.selection.step_choice import ALL, StepChoice, step_choice
+from polyattn.spec.decompose import expanded
 from polyattn.spec.timing import TERMS, TimingModel
 from polyattn.workload.base import workload
 
@@ -179,6 +180,33 @@ def test_an_h200s_slow_kernels_are_left(
     (call,) = choice.calls(lens, lens)
     assert call.name != loser  # a backend of which no times are known is never left for others
     assert call.times[loser] > min(call.times.values())
+
+
+@pytest.mark.parametrize(
+    ("heads", "lens", "us"),
+    [
+        # One low tile runs on each of 132 processors: 20 * 3 and 24 * 2 tiles, then 24 * 6 and 128 * 2.
+        (20, [45] * 3, 10.7),
+        (24, [62] * 2, 11.2),
+        (24, [29] * 6, 16.0),
+        (128, [57] * 2, 17.7),
+        # Of 1,152 and 1,024 tall tiles, 57 and 91 % full, the fewer take as long.
+        (96, [147] * 6, 88.4),
+        (128, [116] * 8, 86.4),
+    ],
+)
+def test_what_triton_attn_takes_for_prompts_of_latents(
+    heads: int, lens: list[int], us: float
+) -> None:
+    """As an H200 does."""
+    latent = LatentSpec(rank=512, rope_head_size=64)
+    spec = LayerSpec(kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent)
+    predictor = Predictor(expanded(spec), select(spec, "h200").timings)
+    among, shape = (
+        predictor.among("prefill", ["TRITON_ATTN"]),
+        predictor.shape("prefill", lens, lens),
+    )
+    assert predictor.evaluate(among, shape)["TRITON_ATTN"] == pytest.approx(us, rel=0.1)
 
 
 @pytest.mark.parametrize(

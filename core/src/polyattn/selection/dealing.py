@@ -94,6 +94,8 @@ MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
 of few parts; so many parts are read at once, the next ones after these."""
 EMPTY = 0.3
 """What a tile without rows would take less than a full one, over latents."""
+BEGUN = 4
+"""What a low tile of latents costs beside its blocks, in these."""
 ALONE = 0.9
 """The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4
@@ -314,14 +316,15 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     shares = Shares.of(units, largest(units), slots)
     fixed = LOW_TILE if narrow else (LOW_TILE + high) // 2  # rows that a block costs
     waits, rows = shares.merging(high, step.spec.head_size)
-    begun = shares.begun + (1 + waits * LOW_TILE / step.spec.head_size if waits else 0)
+    merged = 1 + waits * LOW_TILE / step.spec.head_size if waits else 0
     programs = -(-total(units) // shares.length) * step.spec.num_kv_heads
-    turns = 1.0 if programs > processors else ALONE
+    begun, ends = shares.begun, at(shares.length * (1 if programs > processors else ALONE))
     if step.spec.head_size != step.spec.v_head_size:  # latents: one runs on a processor
-        turns, fixed = -(-programs // processors), LOW_TILE
-        begun *= turns
-    beside = begun / step.spec.num_kv_heads
-    ends, tokens = at(shares.length * turns), step.tokens + rows / group
+        begun, fixed, turns = 0, LOW_TILE, -(-programs // processors)
+        ends = at((shares.length + BEGUN * shares.begun) * turns)
+        if not waits:
+            ends = ended(units + BEGUN, processors, step.spec.num_kv_heads)
+    beside, tokens = (begun + merged) / step.spec.num_kv_heads, step.tokens + rows / group
     kind = "low" if high == LOW else "short"
     return ends.counts(processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, kind)
 
