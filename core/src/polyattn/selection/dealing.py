@@ -322,7 +322,8 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     if step.spec.head_size != step.spec.v_head_size:  # latents: one runs on a processor
         begun, fixed, turns = 0, LOW_TILE, -(-programs // processors)
         ends = at((shares.length + BEGUN * shares.begun) * turns)
-        if not waits:
+        if not waits or largest(units) <= WORTH:  # uncut
+            merged, rows = 0, 0
             ends = ended(units + BEGUN, processors, step.spec.num_kv_heads)
     beside, tokens = (begun + merged) / step.spec.num_kv_heads, step.tokens + rows / group
     kind = "low" if high == LOW else "short"
