@@ -12,6 +12,7 @@ from polyattn import LatentSpec, LayerGroup, LayerSpec, select
 from polyattn.registry.timings import layer_class
 from polyattn.selection.prediction import Predictor, shape_of_step
 from polyattn.selection.step_choice import ALL, StepChoice, step_choice
+from polyattn.spec.decompose import expanded, expanded_context
 from polyattn.spec.timing import TERMS, TimingModel
 from polyattn.workload.base import workload
 
@@ -179,6 +180,36 @@ def test_an_h200s_slow_kernels_are_left(
     (call,) = choice.calls(lens, lens)
     assert call.name != loser  # a backend of which no times are known is never left for others
     assert call.times[loser] > min(call.times.values())
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "us"),
+    [
+        # One low tile runs on each of 132 processors: 60 and 48 tiles, then 144, 256, 384 and 1,056.
+        (20, [45] * 3, None, 10.7),
+        (24, [62] * 2, None, 11.2),
+        (24, [29] * 6, None, 16.0),
+        (128, [57] * 2, None, 17.7),
+        (128, [46] * 3, None, 23.0),
+        (96, [46] * 11, None, 51.8),
+        # 256 programs of long tiles, which are cut.
+        (64, [26], [1326], 41.2),
+        # Of 1,152 and 1,024 tall tiles, 57 and 91 % full, the fewer take as long.
+        (96, [147] * 6, None, 88.4),
+        (128, [116] * 8, None, 86.4),
+    ],
+)
+def test_what_triton_attn_takes_for_prompts_and_contexts_of_latents(
+    heads: int, queries: list[int], keys: list[int] | None, us: float
+) -> None:
+    """As an H200 does. `keys`: of contexts."""
+    latent = LatentSpec(rank=512, rope_head_size=64)
+    mla = LayerSpec(kind="mla", num_heads=heads, head_size=192, v_head_size=128, latent=latent)
+    spec, kind = (expanded_context(mla), "chunked") if keys else (expanded(mla), "prefill")
+    predictor = Predictor(spec, select(mla, "h200").timings)
+    among = predictor.among(kind, ["TRITON_ATTN"])
+    times = predictor.evaluate(among, predictor.shape(kind, queries, keys or queries))
+    assert times["TRITON_ATTN"] == pytest.approx(us, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,10 @@ PARTIAL, SHORT_PARTIAL = 4, 2
 MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
 """What a program that merges costs TRITON_ATTN, in reads and writes of an element. It has a row, or four
 of few parts; so many parts are read at once, the next ones after these."""
+EMPTY = 0.3
+"""What a tile without rows would take less than a full one, over latents."""
+BEGUN = 4
+"""What a low tile of latents costs beside its blocks, in these."""
 ALONE = 0.9
 """The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4
@@ -260,6 +264,8 @@ def _whole(step: Step, processors: int) -> Counts:
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
+    if size != spec.v_head_size:
+        area = round(area * (1 - EMPTY * (1 - step.tokens * group / (len(units) * WIDE))))
     kind, copied = "chunked" if step.most <= SHORT else "", 0
     if step.narrow and own:
         kind, copied = "prefill", heads * total(step.near) // processors
@@ -310,10 +316,16 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     shares = Shares.of(units, largest(units), slots)
     fixed = LOW_TILE if narrow else (LOW_TILE + high) // 2  # rows that a block costs
     waits, rows = shares.merging(high, step.spec.head_size)
-    begun = shares.begun + (1 + waits * LOW_TILE / step.spec.head_size if waits else 0)
-    beside = begun / step.spec.num_kv_heads
-    alone = -(-total(units) // shares.length) * step.spec.num_kv_heads <= processors
-    ends, tokens = at(shares.length * (ALONE if alone else 1)), step.tokens + rows / group
+    merged = 1 + waits * LOW_TILE / step.spec.head_size if waits else 0
+    programs = -(-total(units) // shares.length) * step.spec.num_kv_heads
+    begun, ends = shares.begun, at(shares.length * (1 if programs > processors else ALONE))
+    if step.spec.head_size != step.spec.v_head_size:  # latents: one runs on a processor
+        begun, fixed, turns = 0, LOW_TILE, -(-programs // processors)
+        ends = at((shares.length + BEGUN * shares.begun) * turns)
+        if not waits or largest(units) <= WORTH:  # uncut
+            merged, rows = 0, 0
+            ends = ended(units + BEGUN, processors, step.spec.num_kv_heads)
+    beside, tokens = (begun + merged) / step.spec.num_kv_heads, step.tokens + rows / group
     kind = "low" if high == LOW else "short"
     return ends.counts(processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, kind)
 
