@@ -327,8 +327,9 @@ class Batch:
     @cached_property
     def all_decode(self) -> bool:
         """Whether there are sequences, and every one has exactly one query token."""
-        lens = self.host_query_lens
-        return 0 < lens.size == self.starts[-1] and lens.item(lens.argmax()) == 1
+        # As many tokens as sequences, none of which is without one.
+        count = int(np.count_nonzero(self.host_query_lens))
+        return 0 < self.starts[-1] == len(self.lens) == count
 
     @cached_property
     def query_start_loc(self) -> Tensor:
