@@ -18,9 +18,11 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
-def mask_of(queries: int, keys: int) -> Tensor:
+def mask_of(queries: int, keys: int, chunk: int) -> Tensor:
     causal = in_window(queries, keys, -1, 0)
     near = in_window(queries, keys, 5, 0) | (torch.arange(keys) < 2)
+    places = torch.arange(keys) // chunk
+    near &= places == places[keys - queries :, None]
     return causal if queries == keys else causal & near
 
 
@@ -35,10 +37,12 @@ STEPS = {
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA"])
 @pytest.mark.parametrize("step", STEPS)
-def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
+@pytest.mark.parametrize("chunk", [None, 3, 8])
+def test_whole_prompts_see_all_their_keys(backend: str, step: str, chunk: int | None) -> None:
     torch.manual_seed(0)
     queries, lens = STEPS[step]
-    layer = Attention(LayerGroup(select(SPEC, "cpu", backend=backend)))
+    spec = SPEC.replace(chunk_size=chunk)
+    layer = Attention(LayerGroup(select(spec, "cpu", backend=backend)))
     cache = layer.group.allocate_cache(64)
     for stored in (cache.key, cache.value):
         stored.normal_()
@@ -49,7 +53,7 @@ def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
     for index, (count, length) in enumerate(zip(queries, lens, strict=True)):
         rows = slice(batch.starts[index], batch.starts[index + 1])
         keys, values = reference.read_cache(cache, batch, index, layer.params)
-        wanted, _ = attend(given[0][rows], keys, values, mask_of(count, length))
+        wanted, _ = attend(given[0][rows], keys, values, mask_of(count, length, chunk or 99))
         torch.testing.assert_close(out[rows].double(), wanted, rtol=2e-5, atol=2e-5)
 
 

@@ -70,11 +70,11 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
 
 
 def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
-    """Split a step of a `dense_context` layer by whole prompts that see more than their window.
+    """Split a step of a `dense_context` layer by whole prompts that see more than their window or chunk.
 
     Returns these and the rest; None twice if there are no such prompts.
     """
-    within = spec.sliding_window or 0
+    within = min(n for n in (spec.sliding_window, spec.chunk_size) if n)
     if batch.max_query_len <= within:
         return None, None
     lens = zip(batch.query_lens, batch.lens, strict=True)
