@@ -8,7 +8,7 @@ import pytest
 import torch
 from formulas import attend, in_window
 from polyattn import Attention, Batch, CacheWindow, KVCache, LayerGroup, LayerSpec, select
-from polyattn.errors import SpecError
+from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention import reference
 from torch import Tensor
 
@@ -82,6 +82,19 @@ def test_decodes_need_no_more_than_the_windows_blocks() -> None:
     cache.key[list(gone)] = cache.value[list(gone)] = torch.nan
     short = Batch.from_lens([1], [31 - 4 * len(gone)], table[:, held], 4)
     torch.testing.assert_close(layer(*new, cache, short), wanted)
+
+
+def test_a_captured_step_refuses_whole_prompts() -> None:
+    """Their call isn't in the graph, and the other rows' would have other rows than it captured."""
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    table = torch.arange(24).view(3, 8).int()
+    captured = group.plan(Batch.from_lens([7, 7, 7], [32, 32, 32], table, 4))
+    group.plan(Batch.from_lens([7, 7, 7], [9, 8, 20], table, 4), reuse=captured)
+    step = Batch.from_lens([7, 7, 7], [9, 7, 20], table, 4)
+    with pytest.raises(
+        BatchError, match="whole prompts can't be captured; run such a step eagerly"
+    ):
+        group.plan(step, reuse=captured)
 
 
 @pytest.mark.parametrize(

@@ -374,8 +374,6 @@ class Planner(StepPlanner):
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
             others = by_position(self.spec, batch)
-            if others and before:
-                raise BatchError("first_positions can't be captured; run such a step eagerly")
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
@@ -389,6 +387,9 @@ class Planner(StepPlanner):
                 assigned = self.chooser.assign(batch, captured) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
+        if others and before:
+            what = "a dense_context's whole prompts" if self.spec.cached else "first_positions"
+            raise BatchError(f"{what} can't be captured; run such a step eagerly")
         if before and {phase for phase, _, _ in assigned} - before.keys():
             raise BatchError(
                 f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
