@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn_fakes import attend_packed, attend_paged, bind, lengths
+from polyattn_fakes import attend_packed, attend_paged, bind, by_columns, lengths
 from torch import Tensor
 
 
@@ -40,7 +40,7 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, 
             assert a["k_descale"] is a["v_descale"] is None
         assert key.shape[1] % 16 == 0
         out, lse = attend_paged(
-            query, key, value, starts, lens, a["block_table"], scales=scales, **options
+            query, key, value, starts, lens, by_columns(a["block_table"]), scales=scales, **options
         )
     assert a["max_seqlen_k"] >= max(lens)
     return (out, lse) if a["return_softmax_lse"] else out

@@ -46,7 +46,10 @@ class VarlenAttention(AttentionBackend):
         scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not batch.num_tokens:
             return
+        table = None
         if cache is not None:
+            assert batch.block_table is not None
+            table = batch.block_table.contiguous()  # its kernels go by the number of columns
             key, value = cache.key, cache.value
             if key.dtype != frame.query.dtype:
                 scales = self._scale(params.k_scale, batch), self._scale(params.v_scale, batch)
@@ -60,7 +63,7 @@ class VarlenAttention(AttentionBackend):
             batch.query_start_loc, batch.max_seq_len, cu_seqlens_k=plan.key_starts,
             seqused_k=None if cache is None else batch.seq_lens, softmax_scale=spec.scale,
             causal=spec.causal, window_size=list(window_sizes(spec)),
-            block_table=None if cache is None else batch.block_table, return_softmax_lse=whole,
+            block_table=table, return_softmax_lse=whole,
             k_descale=scales[0], v_descale=scales[1], is_mix_batch=not whole,
             s_aux=None if params.sinks is None else params.sinks.to(frame.query.dtype),
         )  # fmt: skip
