@@ -18,7 +18,8 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, 
     # The kernel for single tokens writes no LSE, of a mixed batch's rows neither.
     assert not a["return_softmax_lse"] or (a["max_seqlen_q"] > 1 and not a["is_mix_batch"])
     left, right = a["window_size"]
-    assert a["causal"] == (right == 0) or (left, right) == (0, 0)
+    assert right == -1 or left > -1, "kernels of windows, for a causal mask alone"
+    right = 0 if a["causal"] else right
     assert a["s_aux"] is None or a["s_aux"].dtype == query.dtype
     options = {
         "scale": a["softmax_scale"], "window": (left, right), "soft_cap": 0.0, "slopes": None,
