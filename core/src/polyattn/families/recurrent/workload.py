@@ -309,8 +309,9 @@ def recurrent_inputs(
         )
         if name == "dt":
             tensor = tensor * 0.5 - 1.0
-            if spec.recurrent and not spec.recurrent.dt_softplus:  # then it is the step itself
-                tensor = torch.nn.functional.softplus(tensor)
+            if spec.recurrent and not spec.recurrent.dt_softplus:  # steps, some negative
+                size = torch.nn.functional.softplus(tensor)
+                tensor = torch.where(tensor < -1.6, -size, size)
         elif name in ("g", "w"):
             tensor = -torch.nn.functional.softplus(tensor - 2.0)
         elif name == "beta":
