@@ -17,7 +17,6 @@ from polyattn.runtime.step.integers import (
     LARGEST,
     Integers,
     integers,
-    largest,
     on_host,
     one_each,
     upload,
@@ -31,6 +30,7 @@ from polyattn.runtime.step.shared_prefix import (
     shared_prefixes,
 )
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
+from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
+from polyattn.selection.pieces import largest
 from polyattn.spec.fields import LONGEST
 
 LARGEST = (1 << 31) - 1
@@ -67,11 +68,6 @@ def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers, Int
         raise beyond
     _check_lengths(host_starts, host_lens, queries)
     return host_starts, host_lens, queries
-
-
-def largest(numbers: np.ndarray[Any, Any]) -> int:
-    """Return the largest, 0 of none: by its place, in a fifth of the time that `max` takes."""
-    return int(numbers.item(numbers.argmax())) if numbers.size else 0
 
 
 def upload(
