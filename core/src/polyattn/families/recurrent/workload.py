@@ -34,6 +34,8 @@ No trained model grows for long; none is forbidden to.
 """
 RATES = {"g", "w"}
 """Inputs that are exponents of each token's own."""
+FEW = 64
+"""Tokens of a sequence that `token_error` looks at, because the reference goes token by token."""
 RESETS = (-900.0, -1e6, -torch.inf)
 """Exponents by which a token forgets all: another text begins within a sequence."""
 
@@ -196,6 +198,22 @@ class RecurrentWorkload(Workload):
         for what, actual, right in pairs:
             count = len(right)
             yield what, _error(actual, right) if count else 0.0, limit
+
+    def token_error(self, index: int) -> float:
+        """Return the error of a sequence's first tokens, after one call.
+
+        For steps too long for the reference.
+        """
+        (query, length), begin = self.lengths[index], self.batch.starts[index]
+        rows = slice(begin, begin + min(query, FEW))
+        tokens, params = (
+            {name: tensor.detach().to("cpu", torch.float64) for name, tensor in named.items()}
+            for named in ({n: t[rows] for n, t in self.tensors().items()}, self.layer.params)
+        )
+        start = self.starts[index].to(self.states.data.dtype) * (length > query)
+        before = start.to("cpu", torch.float64)
+        right, _ = reference.scan(self.spec, tokens, params, before, length - query)
+        return _error(self.out[rows], right)
 
     def check(self, label: str = "", plan: StepPlan | None = None) -> Tensor:
         self.__dict__.pop("held", None)  # states go on from where they are
