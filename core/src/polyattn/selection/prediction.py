@@ -30,6 +30,8 @@ Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Array
 
 
+UNGROUPED = {"ungrouped": "decode", "cores": "dealt"}
+"""Kinds of small groups' decodes, and those whose place they take."""
 ABSORBED = ("decode", "short")
 """Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
 LONGEST_SHORT = 16
@@ -74,9 +76,9 @@ def shape_of_decodes(
     lens = np.asarray(lens, np.int64)
     rows, seen = len(lens), _seen(spec, 1)
     longest = int(lens.max(initial=0)) if longest is None else longest
-    if longest > seen:
-        lens, longest = np.minimum(lens, seen), seen
-    keys = total(lens)
+    hides = longest > seen
+    near, longest = (np.minimum(lens, seen), seen) if hides else (lens, longest)
+    keys = total(near)
     group, kv_heads = _heads(spec)
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
@@ -310,11 +312,11 @@ def _with_mixed(models: tuple[TimingModel, ...]) -> tuple[TimingModel, ...]:
 
 def _ungrouped(models: Sequence[TimingModel]) -> Iterator[TimingModel]:
     """Yield the models of a layer of small groups, whose decodes some backends give to another kernel."""
-    own = {model.backend for model in models if model.kind == "ungrouped"}
+    own = {model.backend for model in models if model.kind in UNGROUPED}
     for model in models:
-        if model.kind == "ungrouped":
-            yield replace(model, kind="decode")
-        elif model.kind != "decode" or model.backend not in own:
+        if model.kind in UNGROUPED:
+            yield replace(model, kind=UNGROUPED[model.kind])
+        elif model.kind not in UNGROUPED.values() or model.backend not in own:
             yield model
 
 

@@ -34,6 +34,9 @@ rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
 QUEUED = 4.0
 """Microseconds that two calls take less than each alone: the second is launched while the first runs. On
 an H200 2.5 where they take more than 40, else 5 (2026-11-30)."""
+NEAR = 1.15
+"""Of the least prediction of decodes, up to which others are looked at again, by how each deals keys out.
+Of an H200's NNN steps a MMM th are that near (2026-11-30)."""
 KINDS_OF_CALLS = ("decode", "decode"), ("prefill", "prefill"), ("prefill", "chunked")
 """Phases, and kinds of their calls of which a mixed step has two."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
@@ -115,6 +118,9 @@ class StepChoice:
             captured = self.predictor.captured(self._decoding.candidates)
             self._decoding = self._decoding._replace(candidates=captured)
         self._decodes_compete = self._knows(self._decoding) and len(self._decoding.candidates) > 1
+        # How keys are dealt out in a captured step is another matter.
+        names = [w.name for w in self._decoding.candidates]
+        self._dealt = [] if spec.graph_capture else among("dealt", names)
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
@@ -132,7 +138,26 @@ class StepChoice:
         if not self._decodes_compete:
             return self.chosen["decode"]
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
-        return self.predictor.fastest(self._decoding.candidates, shape)
+        call = self._nearest(self._decoding._replace(shape=shape), lens, longest)
+        return self.predictor.fastest(call.candidates, call.shape)
+
+    def _nearest(self, call: CallChoice, lens: Ints, longest: int | None = None) -> CallChoice:
+        """Return a call of decodes with the candidates whose predictions are near, their keys dealt out.
+
+        If there is but one, or none of a known way, the call is as it was.
+        """
+        if not self._dealt:
+            return call
+        shape = call.shape
+        times = {w.name: max(w.us(shape) * w.factor, w.host_us(shape)) for w in call.candidates}
+        most = NEAR * min(times.values())
+        near = [name for name, us in times.items() if us <= most]
+        dealt = [w for w in self._dealt if w.name in near]
+        if len(near) < 2 or not dealt:
+            return call
+        known = {w.name: w for w in (*call.candidates, *dealt)}
+        shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
+        return call._replace(candidates=[known[name] for name in near], shape=shape)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
@@ -147,8 +172,11 @@ class StepChoice:
             return (self._short(int(q.max()), shape),)
         if kind == "decode":
             call = self._decoding._replace(shape=shape)
-        else:
-            call = self._call("prefill", kind, ALL, shape)
+            if not self._decodes_compete:
+                return (call._replace(name=self._alone(call)),)
+            call = self._nearest(call, n)
+            return (call._replace(name=self.predictor.fastest(call.candidates, call.shape)),)
+        call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
