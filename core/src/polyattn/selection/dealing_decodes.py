@@ -31,7 +31,7 @@ kernel's, each round of it, and its launch after even splits. Blocks that an eve
 PARTIAL = 3
 """Reads and writes of a row's part, in those of a token."""
 CORES, PIECE, PAGE = 6, 8, 16
-"""FlashInfer's programs on a processor without tensor cores; pages of a piece at the least; their keys."""
+"""FlashInfer's programs on a processor's CUDA cores; pages of a piece at the least; keys of a page."""
 
 
 @lru_cache(4096)

@@ -119,8 +119,8 @@ class StepChoice:
             self._decoding = self._decoding._replace(candidates=captured)
         self._decodes_compete = self._knows(self._decoding) and len(self._decoding.candidates) > 1
         # How keys are dealt out in a captured step is another matter.
-        names = [w.name for w in self._decoding.candidates]
-        self._dealt = [] if spec.graph_capture else among("dealt", names)
+        dealt = [] if spec.graph_capture else among("dealt", phases["decode"])
+        self._dealt = {weighed.name: weighed for weighed in dealt}
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
@@ -138,26 +138,28 @@ class StepChoice:
         if not self._decodes_compete:
             return self.chosen["decode"]
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
-        call = self._nearest(self._decoding._replace(shape=shape), lens, longest)
+        first, *near = self._near(shape)
+        if not near:
+            return first
+        call = self._looked_at(self._decoding._replace(shape=shape), [first, *near], lens, longest)
         return self.predictor.fastest(call.candidates, call.shape)
 
-    def _nearest(self, call: CallChoice, lens: Ints, longest: int | None = None) -> CallChoice:
-        """Return a call of decodes with the candidates whose predictions are near, their keys dealt out.
+    def _near(self, shape: StepShape) -> list[str]:
+        """Return the candidates of decodes whose predictions are near the least one's, which is first."""
+        some = self._decoding.candidates
+        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), w.name) for w in some]
+        times.sort()
+        most = NEAR * times[0][0] if self._dealt else 0.0
+        return [times[0][1], *[name for us, name in times[1:] if us <= most]]
 
-        If there is but one, or none of a known way, the call is as it was.
-        """
-        if not self._dealt:
-            return call
-        shape = call.shape
-        times = {w.name: max(w.us(shape) * w.factor, w.host_us(shape)) for w in call.candidates}
-        most = NEAR * min(times.values())
-        near = [name for name, us in times.items() if us <= most]
-        dealt = [w for w in self._dealt if w.name in near]
-        if len(near) < 2 or not dealt:
-            return call
-        known = {w.name: w for w in (*call.candidates, *dealt)}
+    def _looked_at(
+        self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
+    ) -> CallChoice:
+        """Return a call of decodes whose near candidates' keys are dealt out, where their way is known."""
         shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
-        return call._replace(candidates=[known[name] for name in near], shape=shape)
+        dealt = {name: self._dealt[name] for name in near if name in self._dealt}
+        some = [dealt.get(weighed.name, weighed) for weighed in call.candidates]
+        return call._replace(candidates=some, shape=shape)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
@@ -173,8 +175,9 @@ class StepChoice:
         if kind == "decode":
             call = self._decoding._replace(shape=shape)
             if not self._decodes_compete:
-                return (call._replace(name=self._alone(call)),)
-            call = self._nearest(call, n)
+                return (call._replace(name=self.chosen["decode"]),)
+            if len(near := self._near(shape)) > 1:
+                call = self._looked_at(call, near, n)
             return (call._replace(name=self.predictor.fastest(call.candidates, call.shape)),)
         call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
@@ -219,6 +222,8 @@ class StepChoice:
         rest = self._call("prefill", kind, REST, self.predictor.shape(kind, longer, behind))
         shape = shape_of_decodes(self.spec, n[ones], deals=self._deals)
         decodes = self._call("decode", "decode", DECODES, shape)
+        if self._decodes_compete and len(near := self._near(shape)) > 1:
+            decodes = self._looked_at(decodes, near, n[ones])
         firsts = self._undominated(decodes)
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
