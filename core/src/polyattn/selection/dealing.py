@@ -71,6 +71,8 @@ TILES = (
 ONE_GROUP = (64, 128)
 """Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
 for windows."""
+WALKED, WALK = 31, 2
+"""Rows of decodes that a program looks through at a time for its tile, and what that costs: parts' merges."""
 NEARLY = 0.85
 """Of the most processors that some parts of a tile keep busy, what is enough of fewer parts."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
@@ -166,7 +168,8 @@ def _cut(step: Step, processors: int) -> Counts:
     few = step.most <= SHORT or not step.fresh
     if near is None and spec.head_size in ONE_GROUP and step.most > 1 and few:
         kind = "short" if high == LOW_TILE else "chunked"
-    return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
+    beside = merging + (WALK * (len(step.lens) // WALKED) if step.most == 1 else 0)
+    return ends.counts(area, spec.num_heads, beside / heads, tokens, merging * parts, kind)
 
 
 @lru_cache(4096)
@@ -418,21 +421,22 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     A tile's blocks hold the keys of its last token, which sees half a tile's tokens more than the mean
     one. A tile costs some blocks beside. Of low tiles and pages less is known.
     """
+    switches = SWITCHES.get(way, ())
     if kind == "dealt":
-        return Least(0.0)
+        return Least(0.0, kinds=("", *switches) if way == "heads" else ("",))
     if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
-        return Least(pairs, kinds=("", *SWITCHES.get(way, ())))
+        return Least(pairs, kinds=("",) if way == "heads" else ("", *switches))
     size, group, heads = spec.head_size, spec.gqa_ratio, spec.num_heads
     low, narrow = group * SHORT < LOW_TILE, spec.stored_dtype != spec.dtype
     windowed = bool(spec.sliding_window or spec.chunk_size)
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
             return Least(PACKED_KEYS)
-        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*SWITCHES.get(way, ())]
+        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*switches]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0
+            block, alone, kinds = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0, []
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
@@ -462,6 +466,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
+    "heads": ("cores",),
     "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""

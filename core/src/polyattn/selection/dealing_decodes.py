@@ -30,8 +30,9 @@ LISTED, TOGETHER, MERGE, ROUND, APART, BEGUN = 1.5, 0.8, 0.45, 0.15, 0.4, 0.5
 kernel's, each round of it, and its launch after even splits. Blocks that an even split costs beside."""
 PARTIAL = 3
 """Reads and writes of a row's part, in those of a token."""
-CORES, PIECE, PAGE = 6, 8, 16
-"""FlashInfer's programs on a processor's CUDA cores; pages of a piece at the least; keys of a page."""
+CORES, PIECE, PAGE, THREE = 6, 8, 16, 3
+"""FlashInfer's programs on a processor's CUDA cores; pages of a piece at the least; keys of a page; how
+many times as long a key takes a group of three heads, of which 96 threads load six at a time, not 32."""
 
 
 @lru_cache(4096)
@@ -63,7 +64,8 @@ def stretches(step: Step, processors: int) -> Counts:
     count, every, longest = len(tiles), total(tiles), largest(tiles)
     on_one = ON_WIDE if wide or step.narrow else ON_ONE
     rows = 1 << (group - 1).bit_length()  # that a part has
-    programs, share = count * heads, longest
+    programs = count * heads
+    share: float
     if longest <= SLACK * every / count + 1:
         keys = largest(lens) if step.seen is None else step.seen + 1
         splits = even_splits(programs, processors, keys)
@@ -114,5 +116,5 @@ def cores(step: Step, processors: int) -> Counts:
             low, top = (low, middle) if fits else (middle + 1, top)
         limit = min(limit, low)
         pieces = total((pages + (limit - 1)) // limit)
-    pairs = pieces * TILE // spec.gqa_ratio
-    return Counts((pieces > count) / heads, step.tokens, limit * PAGE, pairs, pairs)
+    pairs, chain = pieces * TILE // spec.gqa_ratio, THREE if spec.gqa_ratio == 3 else 1
+    return Counts((pieces > count) / heads, step.tokens, limit * PAGE * chain, pairs, pairs, kind="cores")

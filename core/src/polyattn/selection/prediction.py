@@ -30,8 +30,6 @@ Array = npt.NDArray[np.int64]
 Ints = Sequence[int] | Array
 
 
-UNGROUPED = {"ungrouped": "decode", "cores": "dealt"}
-"""Kinds of small groups' decodes, and those whose place they take."""
 ABSORBED = ("decode", "short")
 """Kinds of steps over latents; longer ones attend to keys and values that are made of them."""
 LONGEST_SHORT = 16
@@ -276,12 +274,13 @@ def _floor(
 class Weighed(NamedTuple):
     """A backend, what gives its time for layers of one spec, and how that is compared.
 
-    `timer`: takes a shape that `deal` makes. `floor`: gives what the time exceeds. `factor`: what the
-    time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of each run with
-    `by_run`.
+    `kind`: of its model. `timer`: takes a shape that `deal` makes. `floor`: gives what the time exceeds.
+    `factor`: what the time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of
+    each run with `by_run`.
     """
 
     name: str
+    kind: str
     timer: Callable[[StepShape], float]
     floor: Callable[[StepShape], float]
     deal: str
@@ -312,11 +311,11 @@ def _with_mixed(models: tuple[TimingModel, ...]) -> tuple[TimingModel, ...]:
 
 def _ungrouped(models: Sequence[TimingModel]) -> Iterator[TimingModel]:
     """Yield the models of a layer of small groups, whose decodes some backends give to another kernel."""
-    own = {model.backend for model in models if model.kind in UNGROUPED}
+    own = {model.backend for model in models if model.kind == "ungrouped"}
     for model in models:
-        if model.kind in UNGROUPED:
-            yield replace(model, kind=UNGROUPED[model.kind])
-        elif model.kind not in UNGROUPED.values() or model.backend not in own:
+        if model.kind == "ungrouped":
+            yield replace(model, kind="decode")
+        elif model.kind != "decode" or model.backend not in own:
             yield model
 
 
@@ -359,6 +358,7 @@ class Predictor:
             weights = {kind: (m.weights(spec), form_of(m)) for kind, m in made.items()}
             self._weighed[model.kind][model.backend] = Weighed(
                 model.backend,
+                model.kind,
                 _by_kind({kind: timer(*some) for kind, some in weights.items()}),
                 _floor(spec, model, weights),
                 model.deal,

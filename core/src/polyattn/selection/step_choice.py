@@ -155,7 +155,7 @@ class StepChoice:
     def _looked_at(
         self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
     ) -> CallChoice:
-        """Return a call of decodes whose near candidates' keys are dealt out, where their way is known."""
+        """Return a call of decodes whose near candidates deal keys out, where their way is known."""
         shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
         dealt = {name: self._dealt[name] for name in near if name in self._dealt}
         some = [dealt.get(weighed.name, weighed) for weighed in call.candidates]
