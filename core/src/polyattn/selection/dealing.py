@@ -72,7 +72,7 @@ ONE_GROUP = (64, 128)
 """Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
 for windows."""
 WALKED, WALK = 31, 2
-"""Rows of decodes that a program looks through at a time for its tile, and what that costs: parts' merges."""
+"""Rows of decodes that a program looks through at a time for its tile; what that costs, in merges."""
 NEARLY = 0.85
 """Of the most processors that some parts of a tile keep busy, what is enough of fewer parts."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)

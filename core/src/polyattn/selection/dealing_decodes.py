@@ -117,4 +117,6 @@ def cores(step: Step, processors: int) -> Counts:
         limit = min(limit, low)
         pieces = total((pages + (limit - 1)) // limit)
     pairs, chain = pieces * TILE // spec.gqa_ratio, THREE if spec.gqa_ratio == 3 else 1
-    return Counts((pieces > count) / heads, step.tokens, limit * PAGE * chain, pairs, pairs, kind="cores")
+    return Counts(
+        (pieces > count) / heads, step.tokens, limit * PAGE * chain, pairs, pairs, kind="cores"
+    )

@@ -14,16 +14,14 @@ are read; a byte of one KV head's in the longest row, where no keys are cut; a m
 queries and outputs. Short rows multiply whole tiles of queries."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
-KINDS = (
-    "decode", "dealt", "short", "prefill", "chunked", "mixed", "low", "windowed", "ragged", "ungrouped",
-    "cores",
-)  # fmt: skip
+STEPS = ("decode", "short", "prefill", "chunked", "mixed")
+KINDS = (*STEPS, "low", "windowed", "ragged", "ungrouped", "dealt", "cores")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
-values are at hand, or chunks behind a context; or both long and short ones are in one call. `dealt`
-speaks of decodes by how their keys are dealt out, where predictions of `decode` are near. `low` is
+values are at hand, or chunks behind a context; or both long and short ones are in one call. `low` is
 none of these, but what a library runs where a row's queries fit in its lowest tile; `windowed` what it
 runs where a window hides keys, `ragged` where prompts differ in length, `ungrouped` for decodes of
-fewer than `GROUPED` query heads a KV head, without a window, and `cores` for these as `dealt`."""
+fewer than `GROUPED` query heads a KV head, without a window. `dealt` speaks of decodes by how their
+keys are dealt out, `cores` of those that run on CUDA cores."""
 GROUPED = 4
 """Query heads of a KV head from which on FLASHINFER's decodes go to tensor cores, as windowed ones do."""
 
