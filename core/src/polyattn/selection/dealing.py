@@ -428,11 +428,11 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
             "heads": PACKED[LOW] * LOW_TILE,
             "whole": LOW_TILE,
         }
-        rows = min(high[way], LOW_TILE) if spec.head_size in ONE_GROUP else high[way]
-        alone = way == "heads" and spec.gqa_ratio < GROUPED  # on CUDA cores
-        return Least(
-            0.0 if alone else (rows - 1) / spec.gqa_ratio, kinds=("", "cores") if alone else ("",)
-        )
+        rows = high.get(way, 1)
+        rows = min(rows, LOW_TILE) if spec.head_size in ONE_GROUP else rows
+        if way == "heads" and spec.gqa_ratio < GROUPED:  # on CUDA cores
+            return Least(0.0, kinds=("", "cores"))
+        return Least((rows - 1) / spec.gqa_ratio)
     if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
         return Least(pairs, kinds=("",) if way == "heads" else ("", *switches))
