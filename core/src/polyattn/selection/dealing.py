@@ -426,7 +426,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
         if way == "heads" and spec.gqa_ratio < GROUPED:  # on CUDA cores
             return Least(0.0, kinds=("", "cores"))
         tall = tile_of(spec.head_size)[0] if way == "cut" else LOW_TILE
-        rows = min(tall, LOW_TILE) if spec.head_size in ONE_GROUP else tall
+        rows: float = min(tall, LOW_TILE) if spec.head_size in ONE_GROUP else tall
         rows = PACKED[LOW] * LOW_TILE if way == "heads" else rows
         return Least((rows - 1) / spec.gqa_ratio)
     if kind in ("decode", "short"):
