@@ -92,7 +92,7 @@ def model(name: str, kind: str, us: float) -> TimingModel:
     return TimingModel(name, kind, tuple(us * (term == "launch") for term in TERMS))
 
 
-DROPS, KEEPS = "TRITON_ATTN", "FLASH_ATTN_V3"
+DROPS, KEEPS = "TRITON_ATTN", "FLASHINFER"
 NEAR = SPEC.replace(sliding_window=1000)
 
 

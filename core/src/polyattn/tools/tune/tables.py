@@ -41,9 +41,13 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
     """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
-        groups[_key(m)].append(m)
-    points = {key: [(m, m.point(processors)) for m in some] for key, some in groups.items()}
+        key = _key(m)
+        groups[key].append(m)
+        if m.sample.kind == "decode" and m.spec.latent is None:
+            groups[key[0], "dealt", m.backend].append(m)
+    points = {key: [(m, m.point(processors, key[1])) for m in some] for key, some in groups.items()}
     made = {key: fitted for key, some in points.items() if (fitted := fit([p for _, p in some]))}
+    made = {key: fitted for key, fitted in made.items() if key[1] != "dealt" or fitted.form.deal}
     for layer, kind, backend in list(made):  # of such a kernel's chunks a mixed step is one
         if kind == "mixed" and (of := made.get((layer, "chunked", backend))) and of.form.deal:
             del made[layer, kind, backend]
@@ -150,6 +154,7 @@ def regrets(by_class: Fits) -> dict[str, list[float]]:
 def margin_of(key: Key, error: float, by_class: dict[tuple[Any, str], dict[str, float]]) -> float:
     """Return a model's margin. One call for a mixed step is beside a pair: its own error."""
     layer, kind, backend = key
+    kind = "decode" if kind in ("dealt", "cores") else kind
     return error if kind == "mixed" else by_class.get((layer, kind), {}).get(backend, 0.0)
 
 
