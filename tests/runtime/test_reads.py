@@ -489,7 +489,7 @@ def test_checks_stay_within_their_share() -> None:
     ):
         checks, counts = PlanChecks(), []
         for _ in range(12):
-            checks(step, None, 1.0)
+            checks(step, 1.0)
             counts.append(checks.checked)
     assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert checks.spent <= SHARE * checks.planned + 1.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,14 @@ from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
-from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
+from polyattn.runtime.decompositions import (
+    Part,
+    by_phase,
+    planned_call,
+    refill_call,
+    rows_within,
+    whole_prompts,
+)
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import (
     bad_input,
@@ -91,6 +97,10 @@ class Chooser:
                         members[other.name] = Candidate(other, loaded)
             self.chosen[phase] = members[info.name]
         everyone = [c.info for members in self.phases.values() for c in members.values()]
+        self.longest_decode = 1
+        if "decode" in self.chosen:
+            claims = self.chosen["decode"].info.capabilities
+            self.longest_decode = claims.decode_query_lens
         # Backends that may run a step and take padding rows of one query token only.
         self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
         decode = self.chosen.get("decode")
@@ -123,17 +133,13 @@ class Chooser:
         (call,) = by_time.calls(batch.host_query_lens, batch.host_lens)
         return self.phases["decode"][call.name]
 
-    def assign(self, batch: Batch, captured: bool = False) -> list[Assignment]:
-        """Return which backend runs which part of a step over a cache.
-
-        A `captured` step's decodes stay with the capture's backend, whatever the assignment says.
-        """
+    def assign(self, batch: Batch) -> list[Assignment]:
+        """Return which backend runs which part of a step over a cache."""
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            decode = self.chosen["decode"] if captured else self.decode(batch)
-            return [("decode", decode.info, Part(batch, None))]
+            return [("decode", self.decode(batch).info, Part(batch, None))]
         calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:
@@ -152,7 +158,7 @@ class Chooser:
         whole = self.mixes and not apart
         if prefill.info == decode.info and whole:
             return [("prefill", prefill.info, Part(batch, None))]
-        phases = by_phase(batch, decode.info.capabilities.decode_query_lens)
+        phases = by_phase(batch, self.longest_decode)
         parts = [
             (phase, info, part)
             for phase, info, part in (
@@ -365,17 +371,12 @@ class Planner(StepPlanner):
                 batch.check_queries(self.chooser.without_padding_rows)
             batch.check_pages(self.group.cache_format.block_size)
 
-    def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
-        before: dict[str, Call] = (
-            {} if reuse is None else {call.phase: call for call in reuse.calls}
-        )
+    def plan(self, batch: Batch) -> AttentionStep:
         read_back = self.sharing.looks and self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
             others = by_position(self.spec, batch)
-            if others and before:
-                raise BatchError("first_positions can't be captured; run such a step eagerly")
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
@@ -385,18 +386,12 @@ class Planner(StepPlanner):
             if rest is not None:
                 assigned = self._of_rest(rest)
             else:
-                captured = "decode" in before
-                assigned = self.chooser.assign(batch, captured) if batch.num_tokens else []
+                assigned = self.chooser.assign(batch) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
-        if before and {phase for phase, _, _ in assigned} - before.keys():
-            raise BatchError(
-                f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
-                "capture a graph for each kind of step"
-            )
         calls = tuple(
-            (phase == "decode" and self.sharing.call(part.batch, part.rows, before.get(phase)))
-            or self._call(phase, info, part, before)
+            (phase == "decode" and self.sharing.call(part.batch, part.rows))
+            or self._call(phase, info, part)
             for phase, info, part in assigned
         )
         if read_back:
@@ -404,13 +399,35 @@ class Planner(StepPlanner):
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
         rotation = key_rotation = None
         if self.spec.rope is not None:
-            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
+            rotation = rotation_of(self.spec, batch)
             if not self.spec.cached:
                 key_rotation = key_rotation_of(self.spec, batch)
         store = Store(
             self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
         )
         return AttentionStep(self, batch, store, calls)
+
+    def refill(self, step: AttentionStep, batch: Batch) -> None:
+        if batch.first_positions is not None:
+            raise BatchError("first_positions can't be captured; run such a step eagerly")
+        if self.spec.dense_context and whole_prompts(self.spec, batch)[0]:
+            raise BatchError("dense_context: whole prompts can't be captured; run the step eagerly")
+        whole = all(call.rows is None for call in step.calls)
+        phases = None if whole else by_phase(batch, self.chooser.longest_decode)
+        for call in step.calls:
+            rows = batch if phases is None else phases.of(call)
+            if call.plan.batch.shared_prefix is None:
+                refill_call(self.group.cache_format, call, rows)
+            else:
+                self.sharing.refill(call, rows)
+        if self.spec.rope is not None:
+            rotation_of(self.spec, batch, step.before.rotation)
+
+    def reads_tensors(self, step: AttentionStep) -> bool:
+        """Whether one of its backends may; none reads the lengths of tokens that are rotated."""
+        return not all(
+            call.backend.plans_on_host and call.block_size is None for call in step.calls
+        )
 
     def _of_rest(self, rest: Part) -> list[Assignment]:
         """Return the calls for the rows that a step's whole prompts leave."""
@@ -428,12 +445,9 @@ class Planner(StepPlanner):
         backend = self.group.load("prefill", info, AttentionBackend, spec, form)
         return planned_call(self.group.cache_format, "prefill", info.name, backend, part)
 
-    def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
-        earlier = before.get(phase)
-        # Under a captured graph the capture's choice holds.
-        name = info.name if earlier is None else earlier.name
-        backend = self.chooser.phases[phase][name].backend
-        return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
+    def _call(self, phase: str, info: BackendInfo, part: Part) -> Call:
+        backend = self.chooser.phases[phase][info.name].backend
+        return planned_call(self.group.cache_format, phase, info.name, backend, part)
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)

@@ -31,6 +31,7 @@ class StepGraph:
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
         self.groups, self.step, self.buffers = groups, step, buffers
         self.plans: dict[LayerGroup, StepPlan] = {}
+        self.reads_lengths = False  # whether a plan is refilled by what the device holds
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
         # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
@@ -48,6 +49,7 @@ class StepGraph:
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
+        self.reads_lengths = any(g.planner.reads_tensors(p) for g, p in self.plans.items())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
@@ -76,9 +78,12 @@ class StepGraph:
         beside: list[tuple[Tensor, Tensor]] = []
         if isinstance(rows, slice):
             beside = [(self.inputs[name][rows], tensor) for name, tensor in inputs.items()]
-        filled = buffers.fill(batch, beside)
+        filled = buffers.stage(batch, beside)
+        if self.reads_lengths:
+            buffers.staging.send()
         for group, plan in self.plans.items():
-            group.plan(group.planner.own(filled), reuse=plan)
+            group.refill(plan, group.planner.own(filled))
+        buffers.staging.send()
         if isinstance(rows, slice):
             self.graph.replay()
             return tree_unflatten([result[rows] for result in self.results], self.form)

@@ -103,7 +103,7 @@ class MixedBuffers(StepBuffers):
         room = room and batch.state_targets is None
         return room and batch.max_seq_len <= self.max_len
 
-    def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
+    def stage(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
         """Copy a step's metadata in.
 
         Args:
@@ -115,6 +115,7 @@ class MixedBuffers(StepBuffers):
 
         """
         size, queries = self.size, batch.query_lens
+        self.staging.drop()
         decodes, prompts = self._split(batch)
         counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
         left, missing = size.prompt_tokens - sum(counts), size.rows - len(decodes)
@@ -185,5 +186,5 @@ class MixedBuffers(StepBuffers):
         self._put(self.starts, starts)
         batch = self._on_these(starts, lens)
         batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
-        batch.decode_start_loc = self.row_starts
+        batch.decode_start_loc, batch.staging = self.row_starts, self.staging
         return batch

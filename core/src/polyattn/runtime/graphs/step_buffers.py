@@ -17,6 +17,7 @@ from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers, upload
+from polyattn.runtime.step.staging import ROOM, Staging
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -124,7 +125,8 @@ class StepBuffers:
 
         self.query_len = self.size.query_len
         self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
-        self.seq_lens = ints(num_seqs)
+        self.staging = Staging(torch.device(device), num_seqs + ROOM)
+        self.seq_lens = self.staging.room(num_seqs)
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         # What is -1 where a step has nothing lies side by side, so that one launch empties it.
         counts = (tokens, num_seqs, num_seqs * self.query_len)
@@ -147,7 +149,13 @@ class StepBuffers:
     def longest(self) -> Batch:
         """Return the step that a graph is captured with: planned for the most keys, few on the device."""
         self.seq_lens.fill_(self.padding_len)
-        return self.batch(self._longest.host_lens)
+        return self._staged(self._longest.host_lens)
+
+    def _staged(self, lens: Integers) -> Batch:
+        """Return `batch(lens)`, whose plans' numbers wait in `staging`."""
+        batch = self._longest.with_lens(lens)
+        batch.staging = self.staging
+        return batch
 
     def batch(self, lens: Sequence[int] | Integers) -> Batch:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
@@ -188,10 +196,18 @@ class StepBuffers:
 
         Returns the step as the graph sees it.
         """
+        filled = self.stage(batch, beside)
+        self.staging.send()
+        filled.staging = None
+        return filled
+
+    def stage(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
+        """Fill likewise, but leave the host's numbers in `staging`, which is yet to be sent."""
         count, tokens = batch.num_seqs, batch.num_tokens
         lens = np.full(self.num_seqs, self.padding_len, np.int64)
         lens[:count] = batch.host_lens
         pairs = list(beside)
+        self.staging.drop()  # what a refused step left
         # An earlier step's numbers lie behind this one's where it had more of them.
         slots, states = batch.slot_mapping is not None, batch.state_slots is not None
         held = (count, tokens * slots, count * states)
@@ -207,7 +223,7 @@ class StepBuffers:
             if count < self.num_seqs:
                 self.seq_lens[count:] = self.padding_len
         else:
-            self._put(self.seq_lens, lens)
+            self.staging.put(self.seq_lens, lens)
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
             pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
@@ -218,7 +234,7 @@ class StepBuffers:
         if batch.state_slots is not None:
             pairs.append((self.state_slots[:count], batch.state_slots))
         copy_together(pairs + self._targets(batch.state_targets))
-        filled = self.batch(lens)
+        filled = self._staged(lens)
         filled._covers_queries = batch._covers_queries  # padding is as the backends take it
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None

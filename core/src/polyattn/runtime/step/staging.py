@@ -1,0 +1,122 @@
+"""How do a captured step's numbers reach the device? In one copy, from page-locked memory of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.runtime.step.integers import upload
+
+ROOM = 8192
+"""Numbers for plans, beside the step's own: 32 KiB. What finds no room there is copied apart."""
+
+
+class Sheet(NamedTuple):
+    """Numbers on the host: a tensor, page-locked where a GPU copies from it, and a NumPy view of it.
+
+    `copied`: an event behind the last copy; None where copies end at once.
+    """
+
+    tensor: Tensor
+    numbers: np.ndarray[Any, np.dtype[np.int32]]
+    copied: Any
+
+
+class Staging:
+    """int32 numbers that a captured step's kernels read, on their way from the host.
+
+    `room` allocates on the device, `put` writes on the host, and `send` copies what was put: in one
+    launch, for what lies side by side. A copy reads the host's memory later, so `put` writes to one that
+    none reads any more, or to a new one. It never waits.
+
+    Args:
+        device: where the numbers go.
+        size: room for so many.
+
+    Examples:
+        >>> staging = Staging(torch.device("cpu"), 16)
+        >>> first, second = staging.room(3), staging.room(2)
+        >>> staging.put(first, np.array([1, 2, 3])), staging.put(second, np.array([4]))
+        (None, None)
+        >>> staging.send()
+        >>> first.tolist(), second.tolist()
+        ([1, 2, 3], [4, 0])
+
+    """
+
+    def __init__(self, device: torch.device, size: int):
+        self.device = device
+        self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        self._used = 0
+        self._places: dict[int, tuple[int, int]] = {}  # by a room's address, where it lies
+        self._sheets: deque[Sheet] = deque()
+        self._sheet: Sheet | None = None
+        self._runs: list[tuple[int, int]] = []
+
+    def room(self, count: int) -> Tensor:
+        """Return int32 (count,) on the device, zeros. Its address is a multiple of 16.
+
+        Args:
+            count: numbers of the room.
+
+        """
+        start, stop = self._used, self._used + -(-max(count, 1) // 4) * 4
+        if stop > len(self._there):
+            return torch.zeros(count, dtype=torch.int32, device=self.device)
+        self._used = stop
+        room = self._there[start : start + count]
+        self._places[room.data_ptr()] = start, stop
+        return room
+
+    def put(self, room: Tensor, numbers: np.ndarray[Any, Any]) -> None:
+        """Write the first numbers of a room; those after them may become any.
+
+        Args:
+            room: what `room` returned, or another buffer, to which they are copied at once.
+            numbers: integers, as many as the room has at most.
+
+        """
+        place = self._places.get(room.data_ptr())
+        if place is None:
+            upload(numbers.astype(np.int32), self.device, room[: len(numbers)])
+            return
+        start, stop = place
+        sheet = self._sheet or self._take()
+        sheet.numbers[start : start + len(numbers)] = numbers
+        if self._runs and self._runs[-1][1] == start:
+            self._runs[-1] = self._runs[-1][0], stop
+        else:
+            self._runs.append(place)
+
+    def send(self) -> None:
+        """Copy what was put to the device, on its current stream."""
+        sheet = self._sheet
+        if sheet is None:
+            return
+        for start, stop in self._runs:
+            self._there[start:stop].copy_(sheet.tensor[start:stop], non_blocking=True)
+        self._runs, self._sheet = [], None
+        if sheet.copied is not None:
+            sheet.copied.record(torch.cuda.current_stream(self.device))
+        self._sheets.append(sheet)
+
+    def drop(self) -> None:
+        """Forget what was put and not sent, such as of a step that was refused."""
+        self._runs = []
+
+    def _take(self) -> Sheet:
+        """Return a sheet that no copy reads, as long as all rooms."""
+        sheets = self._sheets
+        if sheets and (sheets[0].copied is None or sheets[0].copied.query()):
+            sheet = sheets.popleft()
+            if len(sheet.numbers) >= self._used:
+                self._sheet = sheet
+                return sheet
+        on_gpu = self.device.type == "cuda"
+        host = torch.zeros(self._used, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._sheet = Sheet(host, host.numpy(), torch.cuda.Event() if on_gpu else None)
+        return self._sheet
