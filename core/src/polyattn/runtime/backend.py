@@ -107,9 +107,9 @@ class Backend(Loaded):
         super().__init__(spec, cache, device)
         self.workspaces = Workspaces()
 
-    plans_on_host: ClassVar[bool] = False
-    """Whether `plan` with `reuse` reads no tensor of the batch: a replay then copies its numbers with the
-    step's lengths, which reach the device after it."""
+    reads_lengths: ClassVar[bool] = True
+    """Whether `plan` with `reuse` reads lengths that are on the device. If not, a replay copies them and
+    the plan's numbers together, after planning."""
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile the kernels of the phases, so that no step waits for a compiler.

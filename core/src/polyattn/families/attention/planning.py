@@ -219,7 +219,7 @@ class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
     def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
-        self.before = before
+        self.before, self.whole = before, all(call.rows is None for call in calls)
         group, spec, tokens = planner.group, planner.spec, batch.num_tokens
         ops: tuple[Op, ...] = (before, *calls)
         transforms = planner.transforms
@@ -412,8 +412,7 @@ class Planner(StepPlanner):
             raise BatchError("first_positions can't be captured; run such a step eagerly")
         if self.spec.dense_context and whole_prompts(self.spec, batch)[0]:
             raise BatchError("dense_context: whole prompts can't be captured; run the step eagerly")
-        whole = all(call.rows is None for call in step.calls)
-        phases = None if whole else by_phase(batch, self.chooser.longest_decode)
+        phases = None if step.whole else by_phase(batch, self.chooser.longest_decode)
         for call in step.calls:
             rows = batch if phases is None else phases.of(call)
             if call.plan.batch.shared_prefix is None:
@@ -423,11 +422,8 @@ class Planner(StepPlanner):
         if self.spec.rope is not None:
             rotation_of(self.spec, batch, step.before.rotation)
 
-    def reads_tensors(self, step: AttentionStep) -> bool:
-        """Whether one of its backends may; none reads the lengths of tokens that are rotated."""
-        return not all(
-            call.backend.plans_on_host and call.block_size is None for call in step.calls
-        )
+    def reads_lengths(self, step: AttentionStep) -> bool:
+        return any(call.backend.reads_lengths for call in step.calls)
 
     def _of_rest(self, rest: Part) -> list[Assignment]:
         """Return the calls for the rows that a step's whole prompts leave."""

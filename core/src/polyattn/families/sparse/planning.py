@@ -392,7 +392,7 @@ class Planner(StepPlanner):
         """Turn the tokens; the pieces read the step's own tensors, and each call's choice."""
         rotation_of(self.group.spec, batch, step.before.rotation)
 
-    def reads_tensors(self, step: SparseStep) -> bool:
+    def reads_lengths(self, step: SparseStep) -> bool:
         return False
 
     def _piece(self, batch: Batch, tokens: slice, before: list[Piece]) -> Piece:

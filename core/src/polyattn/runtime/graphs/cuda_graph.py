@@ -31,7 +31,7 @@ class StepGraph:
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
         self.groups, self.step, self.buffers = groups, step, buffers
         self.plans: dict[LayerGroup, StepPlan] = {}
-        self.reads_lengths = False  # whether a plan is refilled by what the device holds
+        self.reads_lengths = False  # whether plans are refilled by lengths on the device
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
         # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
@@ -49,7 +49,7 @@ class StepGraph:
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
-        self.reads_lengths = any(g.planner.reads_tensors(p) for g, p in self.plans.items())
+        self.reads_lengths = any(g.planner.reads_lengths(p) for g, p in self.plans.items())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
@@ -61,13 +61,8 @@ class StepGraph:
             self.taken = [torch.empty_like(result) for result in self.results]
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
-        """Run one step. Returns views of its results, valid until the next replay."""
+        """Run one step, which fits. Returns views of its results, valid until the next replay."""
         buffers, tokens = self.buffers, batch.num_tokens
-        if not buffers.fits(batch):
-            raise BatchError(
-                f"{batch} of up to {batch.max_query_len} query tokens and {batch.max_seq_len} keys "
-                f"doesn't fit a graph captured for {buffers.size} and {buffers.max_len} keys"
-            )
         for group in self.groups:
             group.check(batch)
             problem = group.planner.replay_problem(batch)
@@ -77,7 +72,9 @@ class StepGraph:
         rows = buffers.rows(batch)
         beside: list[tuple[Tensor, Tensor]] = []
         if isinstance(rows, slice):
-            beside = [(self.inputs[name][rows], tensor) for name, tensor in inputs.items()]
+            beside = [
+                (buffers.first(self.inputs[name], tokens), each) for name, each in inputs.items()
+            ]
         filled = buffers.stage(batch, beside)
         if self.reads_lengths:
             buffers.staging.send()

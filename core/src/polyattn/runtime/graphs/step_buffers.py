@@ -135,6 +135,7 @@ class StepBuffers:
         self.slot_mapping = stored if block_size else None
         self.state_slots = states
         self.state_targets: Tensor | None = None
+        self._views: dict[int, tuple[int, int, Tensor]] = {}  # by a buffer's address
         self._held = (0, 0, 0)  # rows, slots and states that the last step wrote
         if self.size.state_targets:
             self.state_targets = targets.view(num_seqs, self.query_len)
@@ -204,8 +205,10 @@ class StepBuffers:
     def stage(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
         """Fill likewise, but leave the host's numbers in `staging`, which is yet to be sent."""
         count, tokens = batch.num_seqs, batch.num_tokens
-        lens = np.full(self.num_seqs, self.padding_len, np.int64)
-        lens[:count] = batch.host_lens
+        lens = batch.host_lens
+        if count < self.num_seqs:
+            lens = np.full(self.num_seqs, self.padding_len, np.int64)
+            lens[:count] = batch.host_lens
         pairs = list(beside)
         self.staging.drop()  # what a refused step left
         # An earlier step's numbers lie behind this one's where it had more of them.
@@ -224,15 +227,17 @@ class StepBuffers:
                 self.seq_lens[count:] = self.padding_len
         else:
             self.staging.put(self.seq_lens, lens)
-        if self.block_table is not None and batch.block_table is not None:
-            width = min(batch.block_table.shape[1], self.block_table.shape[1])
-            pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
+        table, source = self.block_table, batch.block_table
+        if table is not None and source is not None:
+            width = min(source.shape[1], table.shape[1])
+            source = source if width == source.shape[1] else source[:, :width]
+            pairs.append((self.first(table, count, width), source))
         if self.positions is not None:
             pairs.append((self.positions[..., :tokens], positions_of(batch)))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
-            pairs.append((self.slot_mapping[:tokens], batch.slot_mapping))
+            pairs.append((self.first(self.slot_mapping, tokens), batch.slot_mapping))
         if batch.state_slots is not None:
-            pairs.append((self.state_slots[:count], batch.state_slots))
+            pairs.append((self.first(self.state_slots, count), batch.state_slots))
         copy_together(pairs + self._targets(batch.state_targets))
         filled = self._staged(lens)
         filled._covers_queries = batch._covers_queries  # padding is as the backends take it
@@ -240,6 +245,22 @@ class StepBuffers:
             assert self.block_size is not None
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
+
+    def first(self, buffer: Tensor, rows: int, width: int = 0) -> Tensor:
+        """Return the view of a buffer's first rows and columns: the last step's, if that had as many.
+
+        Args:
+            buffer: one that a graph reads.
+            rows: its rows.
+            width: its columns; 0: all.
+
+        """
+        at = buffer.data_ptr()
+        count, columns, view = self._views.get(at, (-1, 0, buffer))
+        if (count, columns) != (rows, width):
+            view = buffer[:rows, :width] if width else buffer[:rows]
+            self._views[at] = rows, width, view
+        return view
 
     def rows(self, batch: Batch) -> slice | Tensor:
         """Return where a graph has the tokens of the step that was filled in."""

@@ -51,6 +51,7 @@ class Staging:
     def __init__(self, device: torch.device, size: int):
         self.device = device
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
+        self._event = torch.cuda.Event if device.type == "cuda" else None
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}  # by a room's address, where it lies
         self._sheets: deque[Sheet] = deque()
@@ -118,5 +119,5 @@ class Staging:
                 return sheet
         on_gpu = self.device.type == "cuda"
         host = torch.zeros(self._used, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._sheet = Sheet(host, host.numpy(), torch.cuda.Event() if on_gpu else None)
+        self._sheet = Sheet(host, host.numpy(), self._event and self._event())
         return self._sheet
