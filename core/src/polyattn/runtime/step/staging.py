@@ -51,7 +51,7 @@ class Staging:
     def __init__(self, device: torch.device, size: int):
         self.device = device
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
-        self._event = torch.cuda.Event if device.type == "cuda" else None
+        self._event: Any = torch.cuda.Event if device.type == "cuda" else None
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}  # by a room's address, where it lies
         self._sheets: deque[Sheet] = deque()
