@@ -351,17 +351,31 @@ class Batch:
 
     def _uploaded(self, name: str, numbers: Integers) -> Tensor:
         """Return one of both tensors of lengths; an accelerator gets both in one copy, if it has none."""
-        known = vars(self)
-        if self.device.type == "cpu" or "query_start_loc" in known or "seq_lens" in known:
+        if not self._lacks_lengths:
             return upload(numbers.astype(np.int32), self.device)
-        starts, lens = self.host_starts, self.host_lens
-        at = -(-len(starts) // 4) * 4  # kernels are compiled for addresses of 16 bytes
-        both = np.zeros(at + len(lens), np.int32)
-        both[: len(starts)], both[at:] = starts, lens
-        there = upload(both, self.device)
-        known["query_start_loc"], known["seq_lens"] = there[: len(starts)], there[at:]
-        tensor: Tensor = known[name]
+        self._upload_lengths()
+        tensor: Tensor = vars(self)[name]
         return tensor
+
+    @property
+    def _lacks_lengths(self) -> bool:
+        """Whether an accelerator has neither tensor of lengths yet."""
+        known = vars(self)
+        there = "query_start_loc" in known or "seq_lens" in known
+        return self.device.type != "cpu" and not there
+
+    def _upload_lengths(self, more: Sequence[Any] = ()) -> Tensor:
+        """Copy both tensors of lengths to the device, and `more` numbers, which are returned there."""
+        starts, lens = self.host_starts, self.host_lens
+        count = len(starts)
+        # Kernels are compiled for addresses of 16 bytes.
+        first = -(-count // 4) * 4
+        second = first + -(-len(lens) // 4) * 4
+        numbers = np.zeros(second + len(more), np.int32)
+        numbers[:count], numbers[first : first + len(lens)], numbers[second:] = starts, lens, more
+        there = upload(numbers, self.device)
+        self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
+        return there[second:]
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -509,7 +523,7 @@ class Batch:
     def upload(
         self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
     ) -> Tensor:
-        """Copy a plan's numbers to the device, with the step's own where these wait. Never waits.
+        """Copy a plan's numbers to the device, and with them the lengths that it lacks. Never waits.
 
         Args:
             numbers: int32 (n,).
@@ -521,6 +535,8 @@ class Batch:
             into = self.staging.room(max(room, len(numbers)))
         elif into is None and room > len(numbers):
             into = torch.zeros(room, dtype=torch.int32, device=self.device)
+        if into is None and self._lacks_lengths:
+            return self._upload_lengths(numbers)
         if into is None:
             return upload(numbers, self.device)
         if self.staging is not None:
