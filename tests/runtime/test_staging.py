@@ -33,7 +33,7 @@ class Device:
             return into
 
         monkeypatch.setattr(torch.Tensor, "copy_", late)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda where: None)
+        monkeypatch.setattr(Staging, "_stream", lambda staging: None)
 
     def do(self, action: Callable[[], Any]) -> None:
         self.queue.append(action)
@@ -163,7 +163,7 @@ def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPa
         raise BatchError("refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(graph.groups[0], "refill", refuse)
+        patch.setattr(graph.groups[0].planner, "refill", refuse)
         with pytest.raises(BatchError, match="refused"):
             graph.replay(Batch([0, 1, 2], [9, 9], table), {})
     on_device = torch.tensor([5, 7], dtype=torch.int32)

@@ -107,9 +107,9 @@ class Backend(Loaded):
         super().__init__(spec, cache, device)
         self.workspaces = Workspaces()
 
-    reads_lengths: ClassVar[bool] = True
-    """Whether `plan` with `reuse` reads lengths that are on the device. If not, a replay copies them and
-    the plan's numbers together, after planning."""
+    reads_tensors: ClassVar[bool] = True
+    """Whether `plan` with `reuse` reads the batch's tensors. If not, a replay plans before it copies
+    them, and copies the lengths and the plan's numbers together."""
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile the kernels of the phases, so that no step waits for a compiler.

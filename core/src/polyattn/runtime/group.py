@@ -73,8 +73,8 @@ class StepPlanner(ABC):
         Its calls stay as they are. Raises `BatchError` where the step is of another kind.
         """
 
-    def reads_lengths(self, step: Any) -> bool:
-        """Whether `refill` reads the lengths that are on the device, which must be the step's then."""
+    def reads_tensors(self, step: Any) -> bool:
+        """Whether `refill` reads the batch's tensors, which must hold the step then."""
         return True
 
     def note(self, step: StepPlan, call: Call) -> str:

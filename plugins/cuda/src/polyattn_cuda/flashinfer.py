@@ -79,7 +79,6 @@ class FlashInferAttention(AttentionBackend):
     """Wrappers of four kinds: decode, rows of a few tokens, paged and ragged prefill."""
 
     name: ClassVar[str] = "FLASHINFER"
-    reads_lengths = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)

@@ -73,7 +73,7 @@ class TritonAttention(AlikeAttention):
     """Decode and prefill; kernels are specialised for the strides of their tensors."""
 
     name: ClassVar[str] = "TRITON_ATTN"
-    reads_lengths = False
+    reads_tensors = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)

@@ -344,7 +344,7 @@ class TritonMLA(AttentionBackend):
     """Absorbed decode over the latent cache, of one query token a sequence or a few."""
 
     name: ClassVar[str] = "TRITON_MLA"
-    reads_lengths = False
+    reads_tensors = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)

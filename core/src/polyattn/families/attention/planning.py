@@ -422,8 +422,10 @@ class Planner(StepPlanner):
         if self.spec.rope is not None:
             rotation_of(self.spec, batch, step.before.rotation)
 
-    def reads_lengths(self, step: AttentionStep) -> bool:
-        return any(call.backend.reads_lengths for call in step.calls)
+    def reads_tensors(self, step: AttentionStep) -> bool:
+        if step.before.rotation is not None:
+            return True
+        return any(call.backend.reads_tensors or call.block_size for call in step.calls)
 
     def _of_rest(self, rest: Part) -> list[Assignment]:
         """Return the calls for the rows that a step's whole prompts leave."""

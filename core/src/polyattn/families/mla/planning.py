@@ -177,8 +177,10 @@ class Planner(StepPlanner):
             refill_call(None if self.sparse else self.group.cache_format, call, phases.of(call))
         rotation_of(self.spec, batch, step.before.rotation)
 
-    def reads_lengths(self, step: LatentStep) -> bool:
-        return self.by_token or any(call.backend.reads_lengths for call in step.calls)
+    def reads_tensors(self, step: LatentStep) -> bool:
+        if step.before.rotation is not None or self.by_token:
+            return True
+        return any(call.backend.reads_tensors or call.block_size for call in step.calls)
 
     def _phases(self, batch: Batch) -> Phases:
         rows = batch if not self.by_token or batch.all_decode else each_token(batch)

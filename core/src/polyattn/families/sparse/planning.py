@@ -392,9 +392,6 @@ class Planner(StepPlanner):
         """Turn the tokens; the pieces read the step's own tensors, and each call's choice."""
         rotation_of(self.group.spec, batch, step.before.rotation)
 
-    def reads_lengths(self, step: SparseStep) -> bool:
-        return False
-
     def _piece(self, batch: Batch, tokens: slice, before: list[Piece]) -> Piece:
         rows = (tokens.stop - tokens.start) * self.rows
         if before and len(before[0].lens) == rows:  # one piece after another, over the same buffers

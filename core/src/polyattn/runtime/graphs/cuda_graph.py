@@ -14,7 +14,7 @@ from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
-from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan, on_the_host
 from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.runtime.step.batch import Batch
 
@@ -31,7 +31,7 @@ class StepGraph:
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
         self.groups, self.step, self.buffers = groups, step, buffers
         self.plans: dict[LayerGroup, StepPlan] = {}
-        self.reads_lengths = False  # whether plans are refilled by lengths on the device
+        self.reads_tensors = False  # whether plans are refilled by what the device holds
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
         # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
@@ -49,7 +49,7 @@ class StepGraph:
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
-        self.reads_lengths = any(g.planner.reads_lengths(p) for g, p in self.plans.items())
+        self.reads_tensors = any(g.planner.reads_tensors(p) for g, p in self.plans.items())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
@@ -75,15 +75,20 @@ class StepGraph:
             beside = [
                 (buffers.first(self.inputs[name], tokens), each) for name, each in inputs.items()
             ]
-        filled = buffers.stage(batch, beside)
-        if self.reads_lengths:
-            buffers.staging.send()
-        for group, plan in self.plans.items():
-            group.refill(plan, group.planner.own(filled))
-        buffers.staging.send()
+        filled, send = buffers.stage(batch), buffers.staging.send
+        if self.reads_tensors:
+            send()
+            buffers.copy(batch, beside)
+        with on_the_host():
+            for group, plan in self.plans.items():
+                group.planner.refill(plan, group.planner.own(filled))
+        send()  # first: behind a kernel a copy from the host waits for it
+        if not self.reads_tensors:
+            buffers.copy(batch, beside)
         if isinstance(rows, slice):
             self.graph.replay()
-            return tree_unflatten([result[rows] for result in self.results], self.form)
+            results = [buffers.first(result, tokens) for result in self.results]
+            return tree_unflatten(results, self.form)
         for name, tensor in inputs.items():
             raw(self.inputs[name]).index_copy_(0, rows, raw(tensor))
         self.graph.replay()
@@ -94,14 +99,20 @@ class StepGraph:
 
     def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
         """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
-        for name, brings in (
-            ("mask", batch.mask is not None),
-            ("inputs", bool(batch.inputs)),
-            ("first_positions", batch.first_positions is not None),
-            ("key_starts", not batch.keys_packed),
+        if (
+            batch.mask is not None
+            or batch.inputs
+            or batch.first_positions is not None
+            or not batch.keys_packed
         ):
-            if brings:
-                raise BatchError(f"{name} can't be replayed; run such a step eagerly")
+            names = {
+                "mask": batch.mask is not None,
+                "inputs": bool(batch.inputs),
+                "first_positions": batch.first_positions is not None,
+                "key_starts": not batch.keys_packed,
+            }
+            brings = next(name for name, is_there in names.items() if is_there)
+            raise BatchError(f"{brings} can't be replayed; run such a step eagerly")
         if inputs.keys() != self.inputs.keys():
             raise BatchError(
                 f"inputs are {sorted(inputs)}; the captured step takes {sorted(self.inputs)}"

@@ -135,7 +135,7 @@ class StepBuffers:
         self.slot_mapping = stored if block_size else None
         self.state_slots = states
         self.state_targets: Tensor | None = None
-        self._views: dict[int, tuple[int, int, Tensor]] = {}  # by a buffer's address
+        self._views: dict[int, tuple[Tensor, int, int, Tensor]] = {}
         self._held = (0, 0, 0)  # rows, slots and states that the last step wrote
         if self.size.state_targets:
             self.state_targets = targets.view(num_seqs, self.query_len)
@@ -197,20 +197,31 @@ class StepBuffers:
 
         Returns the step as the graph sees it.
         """
-        filled = self.stage(batch, beside)
+        filled = self.stage(batch)
         self.staging.send()
+        self.copy(batch, beside)
         filled.staging = None
         return filled
 
-    def stage(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
-        """Fill likewise, but leave the host's numbers in `staging`, which is yet to be sent."""
-        count, tokens = batch.num_seqs, batch.num_tokens
-        lens = batch.host_lens
+    def stage(self, batch: Batch) -> Batch:
+        """Write a step's lengths to `staging`, which is yet to be sent, and return it as `fill` does."""
+        count, lens = batch.num_seqs, batch.host_lens
         if count < self.num_seqs:
             lens = np.full(self.num_seqs, self.padding_len, np.int64)
             lens[:count] = batch.host_lens
-        pairs = list(beside)
         self.staging.drop()  # what a refused step left
+        if not _has_lens(batch):
+            self.staging.put(self.seq_lens, lens)
+        filled = self._staged(lens)
+        filled._covers_queries = batch._covers_queries  # padding is as the backends take it
+        if self.sharing:  # padding comes last, so rows keep their numbers
+            assert self.block_size is not None
+            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
+        return filled
+
+    def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """Copy a step's tensors in, and the second of each pair `beside` it, in the same launches."""
+        count, tokens, pairs = batch.num_seqs, batch.num_tokens, list(beside)
         # An earlier step's numbers lie behind this one's where it had more of them.
         slots, states = batch.slot_mapping is not None, batch.state_slots is not None
         held = (count, tokens * slots, count * states)
@@ -221,12 +232,10 @@ class StepBuffers:
             if self.positions is not None:
                 self.positions.zero_()
         self._held = held
-        if batch.lens_are_bounds or "seq_lens" in vars(batch):  # which count, and are there
+        if _has_lens(batch):
             pairs.append((self.seq_lens[:count], batch.seq_lens))
             if count < self.num_seqs:
                 self.seq_lens[count:] = self.padding_len
-        else:
-            self.staging.put(self.seq_lens, lens)
         table, source = self.block_table, batch.block_table
         if table is not None and source is not None:
             width = min(source.shape[1], table.shape[1])
@@ -239,27 +248,20 @@ class StepBuffers:
         if batch.state_slots is not None:
             pairs.append((self.first(self.state_slots, count), batch.state_slots))
         copy_together(pairs + self._targets(batch.state_targets))
-        filled = self._staged(lens)
-        filled._covers_queries = batch._covers_queries  # padding is as the backends take it
-        if self.sharing:  # padding comes last, so rows keep their numbers
-            assert self.block_size is not None
-            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
-        return filled
 
     def first(self, buffer: Tensor, rows: int, width: int = 0) -> Tensor:
         """Return the view of a buffer's first rows and columns: the last step's, if that had as many.
 
         Args:
-            buffer: one that a graph reads.
+            buffer: one that a graph reads or writes.
             rows: its rows.
             width: its columns; 0: all.
 
         """
-        at = buffer.data_ptr()
-        count, columns, view = self._views.get(at, (-1, 0, buffer))
-        if (count, columns) != (rows, width):
+        of, count, columns, view = self._views.get(id(buffer), (None, 0, 0, buffer))
+        if of is not buffer or (count, columns) != (rows, width):
             view = buffer[:rows, :width] if width else buffer[:rows]
-            self._views[at] = rows, width, view
+            self._views[id(buffer)] = buffer, rows, width, view
         return view
 
     def rows(self, batch: Batch) -> slice | Tensor:
@@ -281,6 +283,11 @@ class StepBuffers:
         """Copy numbers to a buffer's first elements."""
         numbers = np.array(values, np.int32 if buffer.dtype is torch.int32 else np.int64)
         upload(numbers, buffer.device, buffer[: len(numbers)])
+
+
+def _has_lens(batch: Batch) -> bool:
+    """Whether a step's lengths are on the device already; where the host has bounds, those count."""
+    return batch.lens_are_bounds or "seq_lens" in vars(batch)
 
 
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -127,7 +127,8 @@ class Batch:
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         counts = on_host(self.starts, self.lens)
-        self.host_starts, self.host_lens, self.host_query_lens = counts
+        self.host_starts, self.host_lens, self.host_query_lens = counts[:3]
+        self.max_query_len, self.max_seq_len = counts[3:]
         self.num_tokens = self.starts[-1]
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)

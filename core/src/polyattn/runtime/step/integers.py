@@ -48,10 +48,11 @@ def one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
     return places
 
 
-def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers, Integers]:
+def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers, Integers, int, int]:
     """Return `query_start_loc`, `seq_lens` and the query tokens of each sequence as NumPy's int64.
 
-    Raises `BatchError` where starts decrease, a length is negative, or kernels don't count so far.
+    Behind them are the longest query and the longest sequence. Raises `BatchError` where starts decrease,
+    a length is negative, or kernels don't count so far.
     """
     try:
         host_starts, host_lens = np.array(starts, np.int64), np.array(lens, np.int64)
@@ -59,14 +60,14 @@ def on_host(starts: list[int], lens: list[int]) -> tuple[Integers, Integers, Int
         raise _uncounted(starts, lens) or error from None
     queries = host_starts[1:] - host_starts[:-1]
     # As unsigned numbers the negative ones are the largest: two looks instead of four.
-    most = max(largest(queries.view(np.uint64)), largest(host_lens.view(np.uint64)))
+    longest = largest(queries.view(np.uint64)), largest(host_lens.view(np.uint64))
     one_more = len(starts) == len(lens) + 1
-    if most <= LONGEST and one_more and starts[0] == 0 and starts[-1] <= LARGEST:
-        return host_starts, host_lens, queries
+    if max(longest) <= LONGEST and one_more and starts[0] == 0 and starts[-1] <= LARGEST:
+        return host_starts, host_lens, queries, *longest
     if beyond := _uncounted(starts, lens):
         raise beyond
     _check_lengths(host_starts, host_lens, queries)
-    return host_starts, host_lens, queries
+    return host_starts, host_lens, queries, *longest
 
 
 def largest(numbers: np.ndarray[Any, Any]) -> int:

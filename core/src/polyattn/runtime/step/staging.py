@@ -18,12 +18,14 @@ ROOM = 8192
 class Sheet(NamedTuple):
     """Numbers on the host: a tensor, page-locked where a GPU copies from it, and a NumPy view of it.
 
-    `copied`: an event behind the last copy; None where copies end at once.
+    `copied`: an event behind the last copy; None where copies end at once. `runs`: by first and last
+    place, the views of what was copied: to where, and from here.
     """
 
     tensor: Tensor
     numbers: np.ndarray[Any, np.dtype[np.int32]]
     copied: Any
+    runs: dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
 class Staging:
@@ -52,6 +54,7 @@ class Staging:
         self.device = device
         self._there = torch.zeros(size, dtype=torch.int32, device=device)
         self._event: Any = torch.cuda.Event if device.type == "cuda" else None
+        self._streams: dict[int, Any] = {}
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}  # by a room's address, where it lies
         self._sheets: deque[Sheet] = deque()
@@ -98,16 +101,28 @@ class Staging:
         sheet = self._sheet
         if sheet is None:
             return
-        for start, stop in self._runs:
-            self._there[start:stop].copy_(sheet.tensor[start:stop], non_blocking=True)
+        for run in self._runs:
+            views = sheet.runs.get(run)
+            if views is None:
+                views = sheet.runs[run] = self._there[slice(*run)], sheet.tensor[slice(*run)]
+            views[0].copy_(views[1], non_blocking=True)
         self._runs, self._sheet = [], None
         if sheet.copied is not None:
-            sheet.copied.record(torch.cuda.current_stream(self.device))
+            sheet.copied.record(self._stream())
         self._sheets.append(sheet)
 
     def drop(self) -> None:
         """Forget what was put and not sent, such as of a step that was refused."""
         self._runs = []
+
+    def _stream(self) -> Any:
+        """Return the current stream: torch's own takes as long for it as a launch."""
+        device = self._there.device
+        address = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = torch.cuda.current_stream(device)
+        return stream
 
     def _take(self) -> Sheet:
         """Return a sheet that no copy reads, as long as all rooms."""
@@ -119,5 +134,5 @@ class Staging:
                 return sheet
         on_gpu = self.device.type == "cuda"
         host = torch.zeros(self._used, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        self._sheet = Sheet(host, host.numpy(), self._event and self._event())
+        self._sheet = Sheet(host, host.numpy(), self._event and self._event(), {})
         return self._sheet
