@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from polyattn.device import Device
 from polyattn.errors import BatchError
@@ -215,6 +215,13 @@ class TransformOutput(Op):
         frame.out.copy_(self.transforms.changed("output", frame.out, self.places(), inputs))
 
 
+@lru_cache(maxsize=256)
+def _shapes(tokens: int, heads: int, kv_heads: int, size: int, v_size: int) -> tuple[Size, ...]:
+    """Return the shapes of so many tokens' queries, outputs, LSEs, keys and values."""
+    whole = (heads, size), (heads, v_size), (heads,), (kv_heads, size), (kv_heads, v_size)
+    return tuple(Size((tokens, *each)) for each in whole)
+
+
 class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
@@ -232,16 +239,14 @@ class AttentionStep(StepPlan):
             )
         super().__init__(group, batch, ops)
         self.device, self.device_type = group.torch_device, group.device_type
-        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
-        self.out_shape = (tokens, spec.num_heads, spec.v_head_size)
-        self.lse_shape = torch.Size((tokens, spec.num_heads))
+        shapes = _shapes(
+            tokens, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size
+        )
+        self.query_shape, self.out_shape, self.lse_shape = shapes[:3]
         self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         self._alike = planner.alike
         # The new tokens' keys and values, or None if keys are passed whole.
-        self.key_shape = self.value_shape = None
-        if spec.cached:
-            self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
-            self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
+        self.key_shape, self.value_shape = shapes[3:] if spec.cached else (None, None)
 
     def call(
         self,

@@ -136,7 +136,7 @@ class Sharing:
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
-        if told or step.lens_are_bounds:
+        if told or step.lens_are_bounds or step.num_seqs < 2:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)

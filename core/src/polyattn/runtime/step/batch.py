@@ -365,7 +365,7 @@ class Batch:
         there = "query_start_loc" in known or "seq_lens" in known
         return self.device.type != "cpu" and not there
 
-    def _upload_lengths(self, more: Sequence[Any] = ()) -> Tensor:
+    def _upload_lengths(self, more: Any = ()) -> Tensor:
         """Copy both tensors of lengths to the device, and `more` numbers, which are returned there."""
         starts, lens = self.host_starts, self.host_lens
         count = len(starts)
