@@ -173,8 +173,10 @@ class Planner(StepPlanner):
 
     def refill(self, step: LatentStep, batch: Batch) -> None:
         phases = self._phases(batch)
-        for call in step.calls:
-            refill_call(None if self.sparse else self.group.cache_format, call, phases.of(call))
+        form = None if self.sparse else self.group.cache_format
+        # A captured step has no other calls: how many keys are expanded changes from step to step.
+        for call in (call for op in step.ops if isinstance(op, Absorbed) for call in op.calls):
+            refill_call(form, call, phases.of(call))
         rotation_of(self.spec, batch, step.before.rotation)
 
     def reads_tensors(self, step: LatentStep) -> bool:
