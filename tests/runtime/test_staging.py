@@ -107,11 +107,13 @@ def test_a_room_beyond_the_size_is_copied_to_apart() -> None:
     assert near.tolist() == [0, 1, 2, 3] and far.tolist() == list(range(9))
 
 
-def test_a_room_that_comes_after_a_copy_fits_the_next_sheet() -> None:
+@pytest.mark.parametrize("sends", [False, True])
+def test_rooms_may_come_after_numbers(sends: bool) -> None:
     staging = Staging(CPU, 64)
     first = staging.room(2)
     staging.put(first, np.array([1, 2]))
-    staging.send()
+    if sends:
+        staging.send()
     second = staging.room(20)
     staging.put(second, np.arange(20))
     staging.send()

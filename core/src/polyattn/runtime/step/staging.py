@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polyattn.runtime.step.integers import upload
 
-ROOM = 8192
-"""Numbers for plans, beside the step's own: 32 KiB. What finds no room there is copied apart."""
+ROOM = 4096
+"""Numbers for plans, beside the step's own: 16 KiB. What finds no room there is copied apart."""
 
 
 class Sheet(NamedTuple):
@@ -125,14 +125,12 @@ class Staging:
         return stream
 
     def _take(self) -> Sheet:
-        """Return a sheet that no copy reads, as long as all rooms."""
+        """Return a sheet that no copy reads."""
         sheets = self._sheets
         if sheets and (sheets[0].copied is None or sheets[0].copied.query()):
-            sheet = sheets.popleft()
-            if len(sheet.numbers) >= self._used:
-                self._sheet = sheet
-                return sheet
-        on_gpu = self.device.type == "cuda"
-        host = torch.zeros(self._used, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+            self._sheet = sheets.popleft()
+            return self._sheet
+        pinned = self.device.type == "cuda"
+        host = torch.zeros(len(self._there), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._sheet = Sheet(host, host.numpy(), self._event and self._event(), {})
         return self._sheet
