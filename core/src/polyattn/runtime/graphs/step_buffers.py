@@ -125,7 +125,7 @@ class StepBuffers:
 
         self.query_len = self.size.query_len
         self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
-        self.staging = Staging(torch.device(device), num_seqs + ROOM)
+        self.staging = Staging(torch.device(device), 8 * num_seqs + ROOM)
         self.seq_lens = self.staging.room(num_seqs)
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         # What is -1 where a step has nothing lies side by side, so that one launch empties it.
