@@ -159,7 +159,10 @@ def test_replays_in_a_row_each_read_their_own_lengths(monkeypatch: pytest.Monkey
 def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lengths, put and not sent, would overwrite those that the next one's device has."""
     graph = graph_of(monkeypatch, 2)
-    table = torch.ones(2, 3, dtype=torch.int32)
+    table, buffers = torch.ones(2, 3, dtype=torch.int32), graph.buffers
+    slots = torch.tensor([3, 4])
+    graph.replay(Batch([0, 1, 2], [8, 6], table, slots), {})
+    held = [t.clone() for t in (buffers.seq_lens, buffers.block_table, buffers.slots)]
 
     def refuse(*_: object) -> None:
         raise BatchError("refused")
@@ -167,7 +170,9 @@ def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(graph.groups[0].planner, "refill", refuse)
         with pytest.raises(BatchError, match="refused"):
-            graph.replay(Batch([0, 1, 2], [9, 9], table), {})
+            graph.replay(Batch([0, 1, 2], [9, 9], 2 * table, 2 * slots), {})
+    now = buffers.seq_lens, buffers.block_table, buffers.slots
+    assert all(torch.equal(new, old) for new, old in zip(now, held, strict=True))
     on_device = torch.tensor([5, 7], dtype=torch.int32)
     graph.replay(Batch([0, 1, 2], on_device, table), {})
     assert graph.buffers.seq_lens.tolist() == [5, 7]
