@@ -416,7 +416,9 @@ class Planner(StepPlanner):
         if batch.first_positions is not None:
             raise BatchError("first_positions can't be captured; run such a step eagerly")
         if self.spec.dense_context and whole_prompts(self.spec, batch)[0]:
-            raise BatchError("dense_context: whole prompts can't be captured; run the step eagerly")
+            raise BatchError(
+                f"dense_context=True: {batch} has whole prompts, whose calls no graph has; run it eagerly"
+            )
         phases = None if step.whole else by_phase(batch, self.chooser.longest_decode)
         for call in step.calls:
             rows = batch if phases is None else phases.of(call)

@@ -111,8 +111,8 @@ class StepGraph:
                 "first_positions": batch.first_positions is not None,
                 "key_starts": not batch.keys_packed,
             }
-            brings = next(name for name, is_there in names.items() if is_there)
-            raise BatchError(f"{brings} can't be replayed; run such a step eagerly")
+            field = next(name for name, is_there in names.items() if is_there)
+            raise BatchError(f"{field} can't be replayed; run such a step eagerly")
         if inputs.keys() != self.inputs.keys():
             raise BatchError(
                 f"inputs are {sorted(inputs)}; the captured step takes {sorted(self.inputs)}"
