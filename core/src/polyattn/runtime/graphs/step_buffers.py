@@ -195,7 +195,13 @@ class StepBuffers:
     def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
         """Copy a step's metadata in, and the second of each pair `beside` it, in the same launches.
 
-        Returns the step as the graph sees it.
+        Args:
+            batch: the step, which fits.
+            beside: pairs of tensors.
+
+        Returns:
+            The step as the graph sees it.
+
         """
         filled = self.stage(batch)
         self.staging.send()

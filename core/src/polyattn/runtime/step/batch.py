@@ -531,6 +531,9 @@ class Batch:
             into: where they go, what an earlier call for the plan returned; None: a new buffer.
             room: numbers that a new buffer holds at least, for what later steps plan into it.
 
+        Returns:
+            `into`, or the new buffer.
+
         """
         if into is None and self.staging is not None:
             into = self.staging.room(max(room, len(numbers)))
