@@ -52,12 +52,9 @@ def page_lists(
     lens, table = batch.host_lens, batch.block_table
     assert table is not None
     pages = (lens + (block_size - 1)) // block_size
-    # FlashInfer copies both to the device: from page-locked memory in half the time.
-    pinned, at = batch.device.type == "cuda", len(lens) + 1
-    host = torch.zeros(at + len(lens), dtype=torch.int32, device="cpu", pin_memory=pinned)
-    indptr, last = host.numpy()[:at], host.numpy()[at:]
+    indptr = np.zeros(len(lens) + 1, np.int32)
     indptr[1:] = pages.cumsum()
-    last[:] = lens - np.maximum(pages - 1, 0) * block_size
+    last = (lens - np.maximum(pages - 1, 0) * block_size).astype(np.int32)
     count = int(indptr[-1])
     if room is not None and count > len(room.pages):
         raise BatchError(
@@ -65,7 +62,7 @@ def page_lists(
             "longer sequences"
         )
     if len(lens) == 1:  # whose row of the table is its list
-        return host[:at], table[0, :count], host[at:]
+        return torch.from_numpy(indptr), table[0, :count], torch.from_numpy(last)
     stride = table.stride(0)
     places = np.arange(count) + (np.arange(len(lens)) * stride - indptr[:-1]).repeat(pages)
     # The table as it lies, rows and what is between them: one index a page, not two.
@@ -74,9 +71,9 @@ def page_lists(
     if room is None:
         indices = flat[upload(places, batch.device)]
     else:
-        there = upload(places, batch.device, room.places[:count])
-        indices = torch.index_select(flat, 0, there, out=room.pages[:count])
-    return host[:at], indices, host[at:]
+        at = upload(places, batch.device, room.places[:count])
+        indices = torch.index_select(flat, 0, at, out=room.pages[:count])
+    return torch.from_numpy(indptr), indices, torch.from_numpy(last)
 
 
 class PackedKeys:

@@ -246,7 +246,8 @@ class AttentionStep(StepPlan):
         self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         self._alike = planner.alike
         # The new tokens' keys and values, or None if keys are passed whole.
-        self.key_shape, self.value_shape = shapes[3:] if spec.cached else (None, None)
+        self.key_shape: Size | None = shapes[3] if spec.cached else None
+        self.value_shape: Size | None = shapes[4] if spec.cached else None
 
     def call(
         self,

@@ -82,7 +82,7 @@ class StepGraph:
         with on_the_host():
             for group, plan in self.plans.items():
                 group.planner.refill(plan, group.planner.own(filled))
-        send()  # first: behind a kernel a copy from the host waits for it
+        send()
         if not self.reads_tensors:
             buffers.copy(batch, beside)
         if isinstance(rows, slice):

@@ -301,7 +301,9 @@ def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for goal, source in pairs:
         goals, sources = by_dtype.setdefault(source.dtype, ([], []))
-        goals.append(raw(goal))
-        sources.append(raw(source))
+        if source.dtype.itemsize == 1:
+            goal, source = raw(goal), raw(source)
+        goals.append(goal)
+        sources.append(source)
     for goals, sources in by_dtype.values():
         torch._foreach_copy_(goals, sources)

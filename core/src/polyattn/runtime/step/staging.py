@@ -32,8 +32,8 @@ class Staging:
     """int32 numbers that a captured step's kernels read, on their way from the host.
 
     `room` allocates on the device, `put` writes on the host, and `send` copies what was put: in one
-    launch, for what lies side by side. A copy reads the host's memory later, so `put` writes to one that
-    none reads any more, or to a new one. It never waits.
+    launch, for what lies side by side. A GPU copies later, so `put` writes to a sheet that no copy reads
+    any more, or to a new one. It never waits.
 
     Args:
         device: where the numbers go.
@@ -105,7 +105,7 @@ class Staging:
             views = sheet.runs.get(run)
             if views is None:
                 views = sheet.runs[run] = self._there[slice(*run)], sheet.tensor[slice(*run)]
-            views[0].copy_(views[1], non_blocking=True)
+            views[0].copy_(views[1], non_blocking=self._event is not None)
         self._runs, self._sheet = [], None
         if sheet.copied is not None:
             sheet.copied.record(self._stream())
