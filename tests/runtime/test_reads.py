@@ -440,6 +440,18 @@ def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:
         check_plan(backend, captured, first)
 
 
+def test_a_captured_forest_s_buffer_has_a_step_within_its_window() -> None:
+    """Eagerly a plan without the window would do; the graph reads the captured one."""
+    spec = BASE.replace(graph_capture="single_token_decode", sliding_window=64)
+    backend = triton(spec)
+    first, later = step_of([1] * 4, [3000, 10, 700, 64]), step_of([1] * 4, [40, 64, 0, 1])
+    captured: Any = backend.plan(first.with_shared_prefix(()))
+    backend.plan(later.with_shared_prefix(()), captured)
+    assert check_plan(backend, captured, later)
+    with pytest.raises(PluginError, match="query token"):
+        check_plan(backend, captured, first)
+
+
 def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
     """Four sequences' tiles are more than one sequence's of as many tokens."""
     backend = triton(BASE.replace(graph_capture="any"))

@@ -291,7 +291,11 @@ class LayerGroup:
                 raise BatchError(
                     "reuse= is a plan of another group; pass the plan that was captured"
                 )
-            self.refill(reuse, batch)
+            read = reuse.batch
+            if (batch.num_seqs, batch.num_tokens) != (read.num_seqs, read.num_tokens):
+                raise BatchError(f"{batch} can't go where {read} was captured; pad it to that")
+            with on_the_host():
+                self.planner.refill(reuse, batch)
             return reuse
         if self._waits:
             self.finish_builds()
@@ -303,24 +307,6 @@ class LayerGroup:
         if self.plan_checks is not None:
             self.plan_checks(step, time.perf_counter() - began)
         return step
-
-    def refill(self, plan: StepPlan, batch: Batch) -> None:
-        """Write a step, which `check` accepts, into the buffers of a plan that a captured graph reads.
-
-        Args:
-            plan: the plan that was captured, of this group.
-            batch: the step's sequences, as many as the captured step's, with as many tokens.
-
-        Raises:
-            BatchError: the step is of another kind than the captured one.
-
-        """
-        if (batch.num_seqs, batch.num_tokens) != (plan.batch.num_seqs, plan.batch.num_tokens):
-            raise BatchError(
-                f"{batch} can't go where {plan.batch} was captured; pad it to those numbers"
-            )
-        with on_the_host():
-            self.planner.refill(plan, batch)
 
     def check(self, batch: Batch) -> None:
         """Check that a step fits the group's layers; `plan` does so, and a graph before it replays.

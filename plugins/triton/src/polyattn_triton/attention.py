@@ -104,8 +104,12 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
+        planner = self if reuse is None else self._planner(reuse)
         if isinstance(reuse, AttentionPlan):
-            return self._planner(reuse).refill(reuse, batch)
+            return planner.refill(reuse, batch)
+        if isinstance(reuse, PrefixPlan):
+            assert planner.prefixes is not None
+            return planner.prefixes.plan(batch, reuse)
         longest = self.all_seen
         if longest and batch.max_query_len <= longest >= batch.max_seq_len:
             plan = self.windowless.plan(batch)
@@ -123,7 +127,7 @@ class TritonAttention(AlikeAttention):
                 self.prefixes = PrefixLauncher(
                     self.spec, self.cache.block_size, self.device, self.num_sms, self.workspace
                 )
-            return self.prefixes.plan(batch, reuse)
+            return self.prefixes.plan(batch)
         return self.plan_rows(batch)
 
     @cached_property

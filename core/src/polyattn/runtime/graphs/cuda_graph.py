@@ -87,8 +87,7 @@ class StepGraph:
             buffers.copy(batch, beside)
         if isinstance(rows, slice):
             self.graph.replay()
-            results = [buffers.first(result, tokens) for result in self.results]
-            return tree_unflatten(results, self.form)
+            return tree_unflatten([result[rows] for result in self.results], self.form)
         for name, tensor in inputs.items():
             raw(self.inputs[name]).index_copy_(0, rows, raw(tensor))
         self.graph.replay()
@@ -99,19 +98,10 @@ class StepGraph:
 
     def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
         """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
-        if (
-            batch.mask is not None
-            or batch.inputs
-            or batch.first_positions is not None
-            or not batch.keys_packed
-        ):
-            names = {
-                "mask": batch.mask is not None,
-                "inputs": bool(batch.inputs),
-                "first_positions": batch.first_positions is not None,
-                "key_starts": not batch.keys_packed,
-            }
-            field = next(name for name, is_there in names.items() if is_there)
+        placed, packed = batch.first_positions is not None, batch.keys_packed
+        brings = batch.mask is not None, bool(batch.inputs), placed, not packed
+        if any(brings):
+            field = ("mask", "inputs", "first_positions", "key_starts")[brings.index(True)]
             raise BatchError(f"{field} can't be replayed; run such a step eagerly")
         if inputs.keys() != self.inputs.keys():
             raise BatchError(

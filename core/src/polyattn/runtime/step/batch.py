@@ -518,8 +518,9 @@ class Batch:
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's or pickle's state, without plans, which hold kernels' own memory."""
-        return {name: value for name, value in self.__dict__.items() if name != "plans"}
+        """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
+        own = "plans", "staging"
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def upload(
         self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
