@@ -259,7 +259,7 @@ class StepBuffers:
         """Return the view of a buffer's first rows and columns: the last step's, if that had as many.
 
         Args:
-            buffer: one that a graph reads or writes.
+            buffer: one that a graph reads.
             rows: its rows.
             width: its columns; 0: all.
 
