@@ -156,6 +156,24 @@ def test_replays_in_a_row_each_read_their_own_lengths(monkeypatch: pytest.Monkey
     assert seen == [lens + [0] * (4 - len(lens)) for lens in steps]
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_plan_that_reads_tensors_finds_its_step_there(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(monkeypatch, 2)
+    graph.reads_tensors, buffers, seen = reads, graph.buffers, []
+    monkeypatch.setattr(
+        graph.groups[0].planner,
+        "refill",
+        lambda step, batch: seen.append((batch.seq_lens.tolist(), batch.block_table.tolist())),
+    )
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    graph.replay(Batch([0, 1, 2], [8, 40], table), {})
+    there = [8, 40], table.tolist()
+    assert (seen == [there]) == reads
+    assert (buffers.seq_lens.tolist(), buffers.block_table.tolist()) == there
+
+
 def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lengths, put and not sent, would overwrite those that the next one's device has."""
     graph = graph_of(monkeypatch, 2)
