@@ -20,6 +20,7 @@ from polyattn.errors import PluginError
 from polyattn.families.attention.reference import visible
 from polyattn.kernel import CacheFormat
 from polyattn.runtime import plan_checks
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
 from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
@@ -450,6 +451,24 @@ def test_a_captured_forest_s_buffer_has_a_step_within_its_window() -> None:
     assert check_plan(backend, captured, later)
     with pytest.raises(PluginError, match="query token"):
         check_plan(backend, captured, first)
+
+
+def test_the_numbers_of_all_captured_plans_go_up_in_one_copy() -> None:
+    """With the lengths, of a step with fewer rows than were captured."""
+    spec = BASE.replace(graph_capture="single_token_decode")
+    backends = [triton(spec), triton(spec.replace(sliding_window=64)), triton(spec)]
+    buffers = StepBuffers(4, 1, 3008, BASE.block_size, "cpu")
+    plans: list[Any] = [backend.plan(buffers.longest()) for backend in backends]
+    buffers.staging.send()
+    later = buffers.stage(step_of([1] * 3, [40, 2000, 1]))
+    for backend, captured in zip(backends, plans, strict=True):
+        backend.plan(later, captured)
+    assert len(buffers.staging._runs) == 1
+    buffers.staging.send()
+    padded = step_of([1] * 4, [40, 2000, 1, 0])
+    assert buffers.seq_lens.tolist() == padded.lens
+    for backend, captured in zip(backends, plans, strict=True):
+        assert check_plan(backend, captured, padded)
 
 
 def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
