@@ -92,7 +92,7 @@ def test_a_captured_step_refuses_whole_prompts() -> None:
     group.plan(Batch.from_lens([7, 7, 7], [9, 8, 20], table, 4), reuse=captured)
     step = Batch.from_lens([7, 7, 7], [9, 7, 20], table, 4)
     with pytest.raises(
-        BatchError, match="whole prompts can't be captured; run such a step eagerly"
+        BatchError, match="has whole prompts, whose calls no graph has; run it eagerly"
     ):
         group.plan(step, reuse=captured)
 
