@@ -53,7 +53,11 @@ def masked(
     lse = None
     if options.needs_lse:
         lse = flat.new_full((rows * queries, heads), -torch.inf, dtype=torch.float32)
-    for part in read(mask, rows, queries):
+    reading = read(mask, rows, queries, sinks=sinks is not None)
+    least = None if reading.least is None else reading.least.to(flat.device)[:, None]
+    if least is not None and reading.even:
+        flat = flat * (least == 0)[..., None]  # a product, so that NaN stays
+    for part in reading.parts:
         causal, window, right = part.kind
         wanted = options._replace(causal=causal, sliding_window=window, window_right=right)
         group = group_for_call(
@@ -69,6 +73,8 @@ def masked(
         out[at], part_lse = run_plan(step, flat[at], flat_keys, flat_values, sinks=sinks)
         if lse is not None and part_lse is not None:
             lse[at] = part_lse
+    if lse is not None and least is not None:
+        lse = lse + least
     out = out.view(rows, queries, heads, v_size)
     lse = None if lse is None else lse.view(rows, queries, heads)
     if heads_out:
