@@ -71,7 +71,7 @@ BATCHES = [
     refused(BatchError, "inputs=3 must map names", one, inputs=3),
     refused(BatchError, "inputs has 3", one, inputs={3: zeros(1)}),
     refused(BatchError, "inputs['a']='b' must be a tensor or numbers", one, inputs={"a": "b"}),
-    refused(BatchError, "block_table=[[1, 2]] must be int32, on the host", shared_prefixes, [[1, 2]], [1], 16),
+    refused(BatchError, "block_table=[[1, 2]] must be int32", shared_prefixes, [[1, 2]], [1], 16),
     refused(BatchError, "must be int32, on the host", shared_prefixes, np.zeros((2, 3)), [9, 9], 1),
     refused(BatchError, "block_size=1.5 must be", shared_prefixes, TABLE.numpy(), [9, 9], 1.5),
     refused(BatchError, "lens=[-1, 9] must be", shared_prefixes, TABLE.numpy(), [-1, 9], 1),
