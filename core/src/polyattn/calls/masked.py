@@ -34,16 +34,7 @@ def masked(
     """
     seqlen = 2 if heads_first else 1
     rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
-    if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
-        padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
-        what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
-        raise UnreadableMask(what, padding if mask.shape == (rows, keys) else "")
-    if mask.shape[0] not in (1, rows):
-        raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
-    if alibi_slopes is not None:
-        raise BatchError(
-            "alibi_slopes beside a mask: positions are not known; leave one of them out"
-        )
+    _check(mask, rows, queries, keys, alibi_slopes)
     flat_keys, flat_values, apart = keys_as_tokens(key, value, heads_first)
     flat, between = as_tokens(query, heads_first)
     if between != queries:
@@ -80,6 +71,19 @@ def masked(
     if heads_out:
         return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     return out, lse
+
+
+def _check(mask: Tensor, rows: int, queries: int, keys: int, alibi_slopes: Tensor | None) -> None:
+    if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
+        padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
+        what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
+        raise UnreadableMask(what, padding if mask.shape == (rows, keys) else "")
+    if mask.shape[0] not in (1, rows):
+        raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
+    if alibi_slopes is not None:
+        raise BatchError(
+            "alibi_slopes beside a mask: positions are not known; leave one of them out"
+        )
 
 
 def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:

@@ -31,6 +31,6 @@ def blame(error: Exception, step: Any) -> None:
     phases = [f"{call.name} for {call.phase}" for call in step.calls if call.backend is raised]
     error.add_note(
         f"polyattn: raised by {', '.join(phases) or name}, of {raised.spec}, in a step of query_lens="
-        f"{shown([*step.batch.query_lens])}, lens={shown([*step.batch.lens])}. POLYATTN_CHECKS=1 checks the "
-        "lengths and tables of each step; POLYATTN_BACKEND=NAME tries another backend"
+        f"{shown([*step.batch.query_lens])}, lens={shown([*step.batch.lens])}. POLYATTN_CHECKS=1 checks "
+        "the lengths and tables of each step; POLYATTN_BACKEND=NAME tries another backend"
     )

@@ -54,12 +54,6 @@ def convert_blocks(
     """
     _check_caches(source, target)
     one, other = source.format, target.format
-    for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
-        if getattr(one, name) != getattr(other, name):
-            raise CacheError(
-                f"source has {name}={getattr(one, name)!r}, target {getattr(other, name)!r}: they are "
-                "caches of different layers"
-            )
     from_ids = _ids("source_blocks", source_blocks, source)
     to_ids = _ids("target_blocks", target_blocks, target)
     if len(to_ids.unique()) < len(to_ids):
@@ -70,18 +64,7 @@ def convert_blocks(
         raise CacheError(
             "source and target are one cache, and blocks are both read and written; name other blocks"
         )
-    if num_tokens is not None and not isinstance(num_tokens, int):
-        raise CacheError(f"num_tokens={shown(num_tokens)} must be an integer, or None")
-    tokens = len(from_ids) * source.block_size if num_tokens is None else num_tokens
-    for name, ids, size in (
-        ("source_blocks", from_ids, source.block_size),
-        ("target_blocks", to_ids, target.block_size),
-    ):
-        if len(ids) != -(-tokens // size) or (num_tokens is None and tokens % size):
-            raise CacheError(
-                f"{name} hold {len(ids) * size} tokens, {len(ids)} blocks of {size}; {tokens} are to be "
-                "written: name a block for each, and num_tokens=… where the last one isn't full"
-            )
+    tokens = _tokens(num_tokens, (source, from_ids), (target, to_ids))
     source_scales = _scales("source_scales", source_scales, one.num_kv_heads)
     target_scales = _scales("target_scales", target_scales, one.num_kv_heads)
     both = math.lcm(source.block_size, target.block_size)  # pieces end at blocks of both
@@ -114,6 +97,32 @@ def _check_caches(source: KVCache, target: KVCache) -> None:
                 f"{name}={shown(cache)} must be a KVCache: convert_blocks(source, target, source_blocks, "
                 "target_blocks)"
             )
+    one, other = source.format, target.format
+    for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
+        if getattr(one, name) != getattr(other, name):
+            raise CacheError(
+                f"source has {name}={getattr(one, name)!r}, target {getattr(other, name)!r}: they are "
+                "caches of different layers"
+            )
+
+
+def _tokens(
+    num_tokens: int | None, source: tuple[KVCache, Tensor], target: tuple[KVCache, Tensor]
+) -> int:
+    """Return how many tokens to write from and to a cache's blocks. Raises `CacheError`."""
+    if num_tokens is not None and not isinstance(num_tokens, int):
+        raise CacheError(f"num_tokens={shown(num_tokens)} must be an integer, or None")
+    tokens = len(source[1]) * source[0].block_size if num_tokens is None else num_tokens
+    for name, ids, size in (
+        ("source_blocks", source[1], source[0].block_size),
+        ("target_blocks", target[1], target[0].block_size),
+    ):
+        if len(ids) != -(-tokens // size) or (num_tokens is None and tokens % size):
+            raise CacheError(
+                f"{name} hold {len(ids) * size} tokens, {len(ids)} blocks of {size}; {tokens} are to be "
+                "written: name a block for each, and num_tokens=… where the last one isn't full"
+            )
+    return tokens
 
 
 def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
