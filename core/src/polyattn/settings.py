@@ -262,7 +262,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
     sources = []
     for key, own in config.items():
         name = PREFIX + key.upper()
-        if name in environ and environ[name] != str(own):
+        if name in environ and environ[name].lower() != str(own).lower():
             where = ", where both name a backend" if key == "backend" else ""
             notes.append(f"{name}={environ[name]} wins over {config_name}: {key}={own}{where}")
 

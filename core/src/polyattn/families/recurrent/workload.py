@@ -317,8 +317,10 @@ def recurrent_inputs(
             tensor = torch.sigmoid(tensor)
         elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
             if not (spec.recurrent and spec.recurrent.qk_norm):  # shorter than 1, of any length
-                shorter = torch.rand(tensor.shape[:-1], generator=generator, device="cpu") / 2
-                tensor = normalize(tensor, dim=-1) * (1 - shorter)[..., None]
+                drawn = torch.rand(
+                    tensor.shape[:-1], generator=generator, dtype=torch.float32, device="cpu"
+                )
+                tensor = normalize(tensor, dim=-1) * (1 - drawn / 2)[..., None]
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # a model writes at most as much as it removed
