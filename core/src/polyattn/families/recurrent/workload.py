@@ -335,7 +335,11 @@ def recurrent_inputs(
         elif name == "beta":
             tensor = torch.sigmoid(tensor)
         elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
-            tensor = normalize(tensor, dim=-1)
+            if not (spec.recurrent and spec.recurrent.qk_norm):  # shorter than 1, of any length
+                drawn = torch.rand(
+                    tensor.shape[:-1], generator=generator, dtype=torch.float32, device="cpu"
+                )
+                tensor = normalize(tensor, dim=-1) * (1 - drawn / 2)[..., None]
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # a model writes at most as much as it removed
