@@ -20,6 +20,7 @@ from polyattn.selection.prediction import (
     kind_of_step,
     shape_of_decodes,
 )
+from polyattn.selection.pieces import largest
 from polyattn.selection.selection import Selection
 from polyattn.spec.key_ranges import all_seen
 from polyattn.spec.kinds import GraphCapture
@@ -118,7 +119,8 @@ class StepChoice:
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
-        self._host_of_two = self._least_host()
+        least = self._least_host()
+        self._host_of_two = min(least, self._within._host_of_two) if self._within else least
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of that many keys. A few microseconds.
@@ -187,10 +189,11 @@ class StepChoice:
                 return (whole._replace(name=name),)
         more = ~ones
         longer, behind = q[more], n[more]
-        kind = kind_of_step(longer, behind)
-        rest = self._call("prefill", kind, REST, self.predictor.shape(kind, longer, behind))
-        shape = shape_of_decodes(self.spec, n[ones], deals=self._deals)
-        decodes = self._call("decode", "decode", DECODES, shape)
+        kind, side = kind_of_step(longer, behind), self._side(behind)
+        rest = side._call("prefill", kind, REST, side.predictor.shape(kind, longer, behind))
+        side = self._side(n[ones])
+        shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
+        decodes = side._call("decode", "decode", DECODES, shape)
         firsts = self._undominated(decodes)
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
@@ -209,6 +212,10 @@ class StepChoice:
             if not name:
                 return decodes, rest
         return (whole._replace(name=name),)
+
+    def _side(self, lens: Array) -> StepChoice:
+        """Return what knows the times of one of two calls: each may be within the window by itself."""
+        return self._within if self._within and largest(lens) <= self._seen else self
 
     def _call(self, phase: str, kind: str, rows: str, shape: StepShape) -> CallChoice:
         """Return a call with its candidates."""
