@@ -47,6 +47,7 @@ from polyattn.selection.pieces import (
     largest,
     on_line,
     total,
+    turned,
 )
 from polyattn.selection.step import Step
 from polyattn.spec.layer import LayerSpec
@@ -85,8 +86,9 @@ HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
 MOST_COPIED, ROWS_A_COPY, LEAST_GAIN = 256 << 20, 256, 1 << 26
 """Of 8-bit caches: bytes of copies at the most, rows that see a key whose copy pays, the least gain."""
-L2_BYTES = 50 << 20
-"""Of keys and values, beyond which stretches of tiles read each block from memory."""
+L2_BYTES, L2_HELD = 50 << 20, 35 << 20
+"""Of keys and values, beyond which stretches of tiles read each block from memory; up to which heads go
+side by side."""
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
 MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
@@ -279,8 +281,25 @@ def _whole(step: Step, processors: int) -> Counts:
         read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
-    ends = ended(units + begins, places, heads, EACH if own else None)
+    if own:
+        ends = turned(units + begins, places, heads, _heads_at_once(step, units, places))
+    else:
+        ends = ended(units + begins, places, heads)
     return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
+
+
+def _heads_at_once(step: Step, units: Ints, places: int) -> int:
+    """Return how many KV heads' tiles run side by side in Hopper's prefill: those that the L2 holds."""
+    heads, held = step.spec.num_kv_heads, total(step.lens) * 4 * step.spec.head_size
+    room = L2_HELD // held
+    if room >= heads:
+        return heads
+    mean, some = total(units) * heads / places, max(1, room)
+    while heads % some:
+        some -= 1
+    while some < heads and mean * (1 - some / heads) + int(units[0]) > SLACK * mean:
+        some = next(more for more in range(some + 1, heads + 1) if heads % more == 0)
+    return some
 
 
 def _plain(spec: LayerSpec) -> bool:

@@ -136,6 +136,32 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     return at(low) if low == high else Ends(low, high, deal_out)
 
 
+def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
+    """Return when the last processor ends, if falling pieces are dealt out there and back, each so often.
+
+    Where fewer times go `at_once`, these are dealt to whoever is free first, and then the next ones.
+    """
+    number, most = len(costs) * times, costs.item(0)
+    if number <= processors:
+        return at(most)
+    if at_once < times:
+        before = total(costs) * (times - at_once) / processors
+        low, high, deal_out = ended(costs, processors, at_once, EACH)
+        later = None if deal_out is None else lambda: before + deal_out()
+        return Ends(before + low, before + high, later)
+    if number > MANY:
+        return ended(costs, processors, times, EACH)
+    mean, rounds = total(costs) * times / processors, -(-number // processors)
+
+    def deal_out() -> int:
+        turns = np.zeros((rounds, processors), np.int64)
+        turns.ravel()[:number] = costs.repeat(times)
+        turns[1::2] = turns[1::2, ::-1]
+        return largest(np.add.reduce(turns))
+
+    return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
+
+
 def ended_by(planned: Ints, costs: Ints, processors: int, times: int) -> Ends:
     """Return when the last processor ends, if pieces of other costs than `planned` were dealt by those.
 
