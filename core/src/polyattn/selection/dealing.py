@@ -46,6 +46,7 @@ from polyattn.selection.pieces import (
     ended_by,
     largest,
     on_line,
+    shared,
     total,
     turned,
 )
@@ -283,6 +284,8 @@ def _whole(step: Step, processors: int) -> Counts:
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
     if own:
         ends = turned(units + begins, places, heads, _heads_at_once(step, units, places))
+    elif on_one > 1:
+        ends = shared(units + begins, processors, heads)
     else:
         ends = ended(units + begins, places, heads)
     return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
