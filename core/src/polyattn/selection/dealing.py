@@ -46,7 +46,6 @@ from polyattn.selection.pieces import (
     ended_by,
     largest,
     on_line,
-    shared,
     total,
     turned,
 )
@@ -99,6 +98,9 @@ EMPTY = 0.3
 """What a tile without rows would take less than a full one, over latents."""
 BEGUN = 4
 """What a low tile of latents costs beside its blocks, in these."""
+UNSHARED = 0.65
+"""The time of a tile of the portable prefill that no other shares a processor with, as a part of one
+beside another."""
 ALONE = 0.9
 """The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4
@@ -284,8 +286,8 @@ def _whole(step: Step, processors: int) -> Counts:
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
     if own:
         ends = turned(units + begins, places, heads, _heads_at_once(step, units, places))
-    elif on_one > 1:
-        ends = shared(units + begins, processors, heads)
+    elif on_one > 1 and len(units) * heads <= processors:
+        ends = at(UNSHARED * (longest + begins))
     else:
         ends = ended(units + begins, places, heads)
     return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)

@@ -22,10 +22,6 @@ ROUNDS, MANY = 8, 1056
 """Pieces a processor, and in all, from which on they aren't dealt one by one: the end is estimated."""
 
 
-UNSHARED = 0.65
-"""The time of a piece that has its processor for itself, as a part of that beside another one."""
-
-
 class Counts(NamedTuple):
     """What takes the place of a step's rows, queries, longest row and pairs of a token and a key.
 
@@ -164,23 +160,6 @@ def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
         return largest(np.add.reduce(turns))
 
     return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
-
-
-def shared(costs: Ints, processors: int, times: int) -> Ends:
-    """Return when the last piece ends where two run on a processor, each of these costs beside the other.
-
-    Each processor gets one before any gets two, and one alone takes `UNSHARED` of its cost.
-    """
-    number = len(costs) * times
-    if number <= processors:
-        return at(UNSHARED * largest(costs))
-    if number > 2 * processors:
-        return ended(costs, 2 * processors, times)
-    dealt = np.zeros(2 * processors)
-    dealt[:number] = np.tile(costs, times)
-    one, other = dealt[:processors], dealt[processors:]
-    beside = np.minimum(one, other)
-    return at(float((beside + UNSHARED * (np.maximum(one, other) - beside)).max()))
 
 
 def ended_by(planned: Ints, costs: Ints, processors: int, times: int) -> Ends:
