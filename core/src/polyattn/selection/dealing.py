@@ -36,6 +36,7 @@ from polyattn.selection.pieces import (
     FULL,
     SLACK,
     UNCUT,
+    UNSHARED,
     Counts,
     Ints,
     Rows,
@@ -98,9 +99,6 @@ EMPTY = 0.3
 """What a tile without rows would take less than a full one, over latents."""
 BEGUN = 4
 """What a low tile of latents costs beside its blocks, in these."""
-UNSHARED = 0.65
-"""The time of a tile of the portable prefill that no other shares a processor with, as a part of one
-beside another."""
 ALONE = 0.9
 """The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
 APART = 4

@@ -22,6 +22,10 @@ ROUNDS, MANY = 8, 1056
 """Pieces a processor, and in all, from which on they aren't dealt one by one: the end is estimated."""
 
 
+UNSHARED = 0.65
+"""The time of a tile that no other shares a processor with, as a part of one beside another."""
+
+
 class Counts(NamedTuple):
     """What takes the place of a step's rows, queries, longest row and pairs of a token and a key.
 
