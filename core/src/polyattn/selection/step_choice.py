@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polyattn.registry.info import BackendInfo
+from polyattn.selection.pieces import largest
 from polyattn.selection.prediction import (
     Array,
     Ints,
@@ -20,7 +21,6 @@ from polyattn.selection.prediction import (
     kind_of_step,
     shape_of_decodes,
 )
-from polyattn.selection.pieces import largest
 from polyattn.selection.selection import Selection
 from polyattn.spec.key_ranges import all_seen
 from polyattn.spec.kinds import GraphCapture
