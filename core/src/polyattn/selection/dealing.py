@@ -57,9 +57,10 @@ LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
 LOW_BLOCK = 192
 """Keys of a block of FlashAttention-3, for heads of 64 and tiles of `LOW_TILE` rows."""
-LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
+LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS, PACKED_WIDE = 1, 96, 0.83, 0.6
 """FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
-lies packed, as a part of one in a page. A single prompt's keys are packed."""
+lies packed, as a part of one in a page, and of heads wider than `WIDE`, whose blocks over pages are low.
+A single prompt's keys are packed."""
 TILES = (
     (64, 192, 128, 160),
     (96, 192, 128, 128),
@@ -205,8 +206,24 @@ def _apart(step: Step, processors: int) -> Counts:
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
-    price = PACKED_KEYS if packed else 1
+    area = processors * high * block
+    read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
+    price = (
+        (
+            float(os.environ.get("P1", ".83"))
+            if step.spec.head_size <= 128
+            else float(os.environ.get("PP", ".83"))
+        )
+        if packed
+        else 1
+    )
+    price = packed_keys(step.spec.head_size) if packed else 1
     return ends.counts(price * area, heads, 0, step.tokens, read)
+
+
+def packed_keys(head_size: int) -> float:
+    """Return the time of a key that lies packed, as a part of one in a page."""
+    return PACKED_KEYS if head_size <= WIDE else PACKED_WIDE
 
 
 def _packed(step: Step, processors: int) -> Counts:
@@ -438,11 +455,11 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     windowed = bool(spec.sliding_window or spec.chunk_size)
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
-            return Least(PACKED_KEYS)
+            return Least(packed_keys(size))
         high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*SWITCHES.get(way, ())]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0
+            block, alone = PAGED_BLOCK, packed_keys(size) if kind == "prefill" else 1.0
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
