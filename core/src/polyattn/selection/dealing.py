@@ -206,17 +206,6 @@ def _apart(step: Step, processors: int) -> Counts:
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
-    area = processors * high * block
-    read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
-    price = (
-        (
-            float(os.environ.get("P1", ".83"))
-            if step.spec.head_size <= 128
-            else float(os.environ.get("PP", ".83"))
-        )
-        if packed
-        else 1
-    )
     price = packed_keys(step.spec.head_size) if packed else 1
     return ends.counts(price * area, heads, 0, step.tokens, read)
 
