@@ -352,14 +352,14 @@ def floors(spec: LayerSpec, kind: str, way: str) -> Predictor:
 @pytest.mark.parametrize("spec", BOUNDED)
 def test_bounds_of_a_step_hold(spec: LayerSpec) -> None:
     """What a way's pairs are at the least, and at the most, and what its time is at the least."""
-    kinds = {"decode": (1, 1), "short": (2, 16)} if spec.latent else DRAWN
+    kinds = {"decode": (1, 1), "short": (2, 16)} if spec.latent else DRAWN | {"dealt": (1, 1)}
     for kind, queries in kinds.items():
         apart = 0
         for way in deals_of(spec, kind):
             predictor = floors(spec, kind, way)
             among = predictor.among(kind, ["PFalse", "PTrue", "TFalse", "BFalse", "BTrue"])
             for rows in steps(11, 40, queries):
-                if kind != "short" and random.Random(len(rows)).random() < 0.5:
+                if kind not in ("short", "dealt") and random.Random(len(rows)).random() < 0.5:
                     rows = [(q + i % 7, n + i % 7) for i, (q, n) in enumerate(rows)]
                 q, n = zip(*rows, strict=True)
                 shape = predictor.shape(kind, q, q if kind == "prefill" else n)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polyattn.selection.dealing_decodes import cores, stretches
 from polyattn.selection.dealing_latents import Latents
 from polyattn.selection.dealing_torch import packed, runs
 from polyattn.selection.pieces import (
@@ -52,6 +53,7 @@ from polyattn.selection.pieces import (
 )
 from polyattn.selection.step import Step
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import GROUPED
 
 LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
@@ -72,6 +74,8 @@ TILES = (
 ONE_GROUP = (64, 128)
 """Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
 for windows."""
+WALKED, WALK = 31, 2
+"""Rows of decodes that a program looks through at a time for its tile; what that costs, in merges."""
 NEARLY = 0.85
 """Of the most processors that some parts of a tile keep busy, what is enough of fewer parts."""
 L2_SHARE, AT_ONCE_HEADS = 32 << 20, (16, 8, 4, 2)
@@ -156,16 +160,20 @@ def _cut(step: Step, processors: int) -> Counts:
         costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
         each = np.add.reduceat(times, first)
     else:
-        at_once = _at_once(spec, longest * block)
+        # Of decodes of most sizes no head waits for others to leave the L2.
+        unmasked = step.most == 1 and near is None and not LOW_TILE < spec.head_size <= WIDE
+        at_once = heads if unmasked else _at_once(spec, longest * block)
         if at_once == heads:
             each = EACH
         elif at_once > 1:
             costs, each, turns = costs.repeat(at_once), each * at_once, heads // at_once
     ends, area = ended(costs, processors, turns, each), processors * high * block
-    kind = "" if near is None else "windowed"
-    if near is None and spec.head_size in ONE_GROUP and (step.most <= SHORT or not step.fresh):
+    kind = "" if near is None or step.most == 1 else "windowed"
+    few = step.most <= SHORT or not step.fresh
+    if near is None and spec.head_size in ONE_GROUP and step.most > 1 and few:
         kind = "short" if high == LOW_TILE else "chunked"
-    return ends.counts(area, spec.num_heads, merging / heads, tokens, merging * parts, kind)
+    beside = merging + (WALK * (len(step.lens) // WALKED) if step.most == 1 else 0)
+    return ends.counts(area, spec.num_heads, beside / heads, tokens, merging * parts, kind)
 
 
 @lru_cache(4096)
@@ -189,6 +197,9 @@ def _at_once(spec: LayerSpec, keys: int) -> int:
 
 def _apart(step: Step, processors: int) -> Counts:
     """Count as FlashInfer does: head by head, the longest rows first, their last tiles first."""
+    small = step.spec.gqa_ratio < GROUPED and not step.spec.sliding_window
+    if step.most == 1 and small and not step.narrow:
+        return cores(step, processors)
     if step.most <= SHORT or step.narrow:
         return _packed(step, processors)
     high, heads = TILES[0][1] if step.spec.head_size <= TILES[0][0] else WIDE, step.spec.num_heads
@@ -251,6 +262,8 @@ def _packed(step: Step, processors: int) -> Counts:
 
 def _whole(step: Step, processors: int) -> Counts:
     """Count as TRITON_ATTN does: whole tiles of one KV head or stretches; of short rows low tiles."""
+    if step.most == 1:
+        return stretches(step, processors)
     spec, group, heads = step.spec, step.spec.gqa_ratio, step.spec.num_kv_heads
     height, narrow = step.most * group, spec.head_size <= WIDE
     low = height <= LOW_TILE
@@ -436,19 +449,22 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     A tile's blocks hold the keys of its last token, which sees half a tile's tokens more than the mean
     one. A tile costs some blocks beside. Of low tiles and pages less is known.
     """
+    switches = SWITCHES.get(way, ())
+    if kind == "dealt":
+        return Least(0.0, kinds=("", *switches) if way == "heads" else ("",))
     if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
-        return Least(pairs, kinds=("", *SWITCHES.get(way, ())))
+        return Least(pairs, kinds=("",) if way == "heads" else ("", *switches))
     size, group, heads = spec.head_size, spec.gqa_ratio, spec.num_heads
     low, narrow = group * SHORT < LOW_TILE, spec.stored_dtype != spec.dtype
     windowed = bool(spec.sliding_window or spec.chunk_size)
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
             return Least(packed_keys(size))
-        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*SWITCHES.get(way, ())]
+        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*switches]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone = PAGED_BLOCK, packed_keys(size) if kind == "prefill" else 1.0
+            block, alone, kinds = PAGED_BLOCK, packed_keys(size) if kind == "prefill" else 1.0, []
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
@@ -478,6 +494,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
+    "heads": ("cores",),
     "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""
@@ -489,6 +506,8 @@ def deals_of(spec: LayerSpec, kind: str) -> tuple[str, ...]:
     """Return the ways that compete for a kind of step."""
     if spec.latent is not None:
         return ("even", "padded", "cut", "pages")
+    if kind == "dealt":
+        return ("cut", "heads", "whole")
     return tuple(HEADS) if kind in ("short", "prefill", "chunked") else ()
 
 

@@ -74,9 +74,9 @@ def shape_of_decodes(
     lens = np.asarray(lens, np.int64)
     rows, seen = len(lens), _seen(spec, 1)
     longest = int(lens.max(initial=0)) if longest is None else longest
-    if longest > seen:
-        lens, longest = np.minimum(lens, seen), seen
-    keys = total(lens)
+    hides = longest > seen
+    near, longest = (np.minimum(lens, seen), seen) if hides else (lens, longest)
+    keys = total(near)
     group, kv_heads = _heads(spec)
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
@@ -274,12 +274,13 @@ def _floor(
 class Weighed(NamedTuple):
     """A backend, what gives its time for layers of one spec, and how that is compared.
 
-    `timer`: takes a shape that `deal` makes. `floor`: gives what the time exceeds. `factor`: what the
-    time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of each run with
-    `by_run`.
+    `kind`: of its model. `timer`: takes a shape that `deal` makes. `floor`: gives what the time exceeds.
+    `factor`: what the time is multiplied by (`TimingModel.margin`). `host`: the host's microseconds, of
+    each run with `by_run`.
     """
 
     name: str
+    kind: str
     timer: Callable[[StepShape], float]
     floor: Callable[[StepShape], float]
     deal: str
@@ -357,6 +358,7 @@ class Predictor:
             weights = {kind: (m.weights(spec), form_of(m)) for kind, m in made.items()}
             self._weighed[model.kind][model.backend] = Weighed(
                 model.backend,
+                model.kind,
                 _by_kind({kind: timer(*some) for kind, some in weights.items()}),
                 _floor(spec, model, weights),
                 model.deal,

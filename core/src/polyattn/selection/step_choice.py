@@ -35,6 +35,10 @@ rows: on an H100's host 1.1 to 1.25 (2026-11-28)."""
 QUEUED = 4.0
 """Microseconds that two calls take less than each alone: the second is launched while the first runs. On
 an H200 2.5 where they take more than 40, else 5 (2026-11-30)."""
+NEAR = 1.25
+"""Of the least prediction of decodes, up to which others are looked at again, by how each deals keys out.
+On an H200 a step in four or five is that near. Of 1,969 steps 5 are above 1.10 of the best with 1.15, 3
+with 1.25 (2026-11-30)."""
 KINDS_OF_CALLS = ("decode", "decode"), ("prefill", "prefill"), ("prefill", "chunked")
 """Phases, and kinds of their calls of which a mixed step has two."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
@@ -116,6 +120,9 @@ class StepChoice:
             captured = self.predictor.captured(self._decoding.candidates)
             self._decoding = self._decoding._replace(candidates=captured)
         self._decodes_compete = self._knows(self._decoding) and len(self._decoding.candidates) > 1
+        # How keys are dealt out in a captured step is another matter.
+        dealt = [] if spec.graph_capture else among("dealt", phases["decode"])
+        self._dealt = {weighed.name: weighed for weighed in dealt}
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
@@ -134,7 +141,28 @@ class StepChoice:
         if not self._decodes_compete:
             return self.chosen["decode"]
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
-        return self.predictor.fastest(self._decoding.candidates, shape)
+        first, *near = self._near(shape)
+        if not near:
+            return first
+        call = self._looked_at(self._decoding._replace(shape=shape), [first, *near], lens, longest)
+        return self.predictor.fastest(call.candidates, call.shape)
+
+    def _near(self, shape: StepShape) -> list[str]:
+        """Return the candidates of decodes whose predictions are near the least one's, which is first."""
+        some = self._decoding.candidates
+        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), w.name) for w in some]
+        times.sort()
+        most = NEAR * times[0][0] if self._dealt else 0.0
+        return [times[0][1], *[name for us, name in times[1:] if us <= most]]
+
+    def _looked_at(
+        self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
+    ) -> CallChoice:
+        """Return a call of decodes whose near candidates deal keys out, where their way is known."""
+        shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
+        dealt = {name: self._dealt[name] for name in near if name in self._dealt}
+        some = [dealt.get(weighed.name, weighed) for weighed in call.candidates]
+        return call._replace(candidates=some, shape=shape)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
@@ -149,8 +177,12 @@ class StepChoice:
             return (self._short(int(q.max()), shape),)
         if kind == "decode":
             call = self._decoding._replace(shape=shape)
-        else:
-            call = self._call("prefill", kind, ALL, shape)
+            if not self._decodes_compete:
+                return (call._replace(name=self.chosen["decode"]),)
+            if len(near := self._near(shape)) > 1:
+                call = self._looked_at(call, near, n)
+            return (call._replace(name=self.predictor.fastest(call.candidates, call.shape)),)
+        call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
@@ -194,6 +226,8 @@ class StepChoice:
         side = self._side(n[ones])
         shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
         decodes = side._call("decode", "decode", DECODES, shape)
+        if side._decodes_compete and len(near := side._near(shape)) > 1:
+            decodes = side._looked_at(decodes, near, n[ones])
         firsts = self._undominated(decodes)
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):

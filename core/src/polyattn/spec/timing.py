@@ -14,19 +14,21 @@ are read; a byte of one KV head's in the longest row, where no keys are cut; a m
 queries and outputs. Short rows multiply whole tiles of queries."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
-KINDS = ("decode", "short", "prefill", "chunked", "mixed", "low", "windowed", "ragged", "ungrouped")
+STEPS = ("decode", "short", "prefill", "chunked", "mixed")
+KINDS = (*STEPS, "low", "windowed", "ragged", "ungrouped", "dealt", "cores")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call. `low` is
 none of these, but what a library runs where a row's queries fit in its lowest tile; `windowed` what it
 runs where a window hides keys, `ragged` where prompts differ in length, `ungrouped` for decodes of
-fewer than `GROUPED` query heads a KV head, without a window."""
+fewer than `GROUPED` query heads a KV head, without a window. `dealt` speaks of decodes by how their
+keys are dealt out, `cores` of those that run on CUDA cores."""
 GROUPED = 4
 """Query heads of a KV head from which on FLASHINFER's decodes go to tensor cores, as windowed ones do."""
 
 DEALS = ("even", "padded", "cut", "pages", "heads", "whole", "runs", "packed")
 """How a library deals keys out to a chip's processors; `selection.dealing` knows each way."""
 
-WINDOWLESS = ("TRITON_ATTN",)
+WINDOWLESS = ("TRITON_ATTN", "FLASH_ATTN_V3")
 """Backends that run a step without the layer's window where that hides nothing."""
 
 

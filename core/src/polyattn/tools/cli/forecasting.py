@@ -35,8 +35,9 @@ def forecast(
         return others.prices(others.among(call.kind, able[call.phase]), _shape(others, call, rows))
 
     def terms(call: CallChoice, name: str) -> dict[str, float]:
-        if name in call.times:
-            return choice.predictor.terms(call.kind, name, call.shape)
+        for weighed in call.candidates:
+            if weighed.name == name:
+                return choice.predictor.terms(weighed.kind, name, call.shape)
         return others.terms(call.kind, name, _shape(others, call, rows))
 
     def candidates(call: CallChoice, known: Mapping[str, Price]) -> list[dict[str, Any]]:

@@ -28,10 +28,13 @@ class Measurement:
     host: float = 0.0
     cannot: str = ""
 
-    def point(self, processors: int = 0) -> Point:
-        """Return the measurement as the fit sees it, on a chip of so many processors, if known."""
+    def point(self, processors: int = 0, kind: str = "") -> Point:
+        """Return the measurement as the fit sees it, on a chip of so many processors, if known.
+
+        `kind`: of the model that is fitted, unless it is the step's.
+        """
         assert self.us is not None
-        ways = deals_of(self.spec, self.sample.kind) if processors else ()
+        ways = deals_of(self.spec, kind or self.sample.kind) if processors else ()
         deals = dict.fromkeys(ways, processors)
         shape = shape_of_step(self.spec, self.sample.queries, self.sample.lens, deals=deals)
         return Point(self.spec, shape, self.us, self.step)

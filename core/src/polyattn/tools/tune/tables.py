@@ -43,8 +43,11 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
         of_layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
         key = (tuple(sorted(of_layer.items())), m.sample.kind, m.backend)
         groups[key].append(m)
-    points = {key: [(m, m.point(processors)) for m in some] for key, some in groups.items()}
+        if m.sample.kind == "decode" and m.spec.latent is None:
+            groups[key[0], "dealt", m.backend].append(m)
+    points = {key: [(m, m.point(processors, key[1])) for m in some] for key, some in groups.items()}
     made = {key: fitted for key, some in points.items() if (fitted := fit([p for _, p in some]))}
+    made = {key: fitted for key, fitted in made.items() if key[1] != "dealt" or fitted.form.deal}
     for layer, kind, backend in list(made):  # of such a kernel's chunks a mixed step is one
         if kind == "mixed" and (of := made.get((layer, "chunked", backend))) and of.form.deal:
             del made[layer, kind, backend]
@@ -146,6 +149,7 @@ def regrets(by_class: Fits) -> dict[str, list[float]]:
 def margin_of(key: Key, error: float, by_class: dict[tuple[Any, str], dict[str, float]]) -> float:
     """Return a model's margin. One call for a mixed step is beside a pair: its own error."""
     layer, kind, backend = key
+    kind = "decode" if kind in ("dealt", "cores") else kind
     return error if kind == "mixed" else by_class.get((layer, kind), {}).get(backend, 0.0)
 
 
