@@ -73,6 +73,7 @@ def test_few_heads_at_a_time_end_as_the_last_of_them() -> None:
     in_two = turned(costs, 4, 4, 2).exact()
     assert in_two == 50 + 50  # half of all tiles' sum, then what four processors make of the others
     assert turned(costs, 16, 4, 2).exact() == 40
+    assert turned(np.array([10, 10], np.int64), 2, 4, 2).exact() == 40  # alike: known at once
 
 
 @pytest.mark.parametrize("way", ["whole", "packed"])
