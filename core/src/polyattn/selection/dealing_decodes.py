@@ -30,9 +30,10 @@ LISTED, TOGETHER, MERGE, ROUND, APART, BEGUN = 1.5, 0.8, 0.45, 0.15, 0.4, 0.5
 kernel's, each round of it, and its launch after even splits. Blocks that an even split costs beside."""
 PARTIAL = 3
 """Reads and writes of a row's part, in those of a token."""
-CORES, PIECE, PAGE, THREE = 6, 8, 16, 3
+CORES, PIECE, PAGE, THREE, MERGED = 6, 8, 16, 3, 256
 """FlashInfer's programs on a processor's CUDA cores; pages of a piece at the least; keys of a page; how
-many times as long a key takes a group of three heads, of which 96 threads load six at a time, not 32."""
+many times as long a key takes a group of three heads, of which 96 threads load six at a time, not 32;
+parts of a row that take twice as long to merge as a few."""
 
 
 @lru_cache(4096)
@@ -117,6 +118,6 @@ def cores(step: Step, processors: int) -> Counts:
         limit = min(limit, low)
         pieces = total((pages + (limit - 1)) // limit)
     pairs, chain = pieces * TILE // spec.gqa_ratio, THREE if spec.gqa_ratio == 3 else 1
-    return Counts(
-        (pieces > count) / heads, step.tokens, limit * PAGE * chain, pairs, pairs, kind="cores"
-    )
+    merging = 1 + -(-largest(pages) // limit) / MERGED if pieces > count else 0.0
+    longest = limit * PAGE * chain
+    return Counts(merging / heads, step.tokens, longest, pairs, pairs, kind="cores")

@@ -150,10 +150,10 @@ class StepChoice:
     def _near(self, shape: StepShape) -> list[str]:
         """Return the candidates of decodes whose predictions are near the least one's, which is first."""
         some = self._decoding.candidates
-        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), w.name) for w in some]
+        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), i) for i, w in enumerate(some)]
         times.sort()
         most = NEAR * times[0][0] if self._dealt else 0.0
-        return [times[0][1], *[name for us, name in times[1:] if us <= most]]
+        return [some[i].name for place, (us, i) in enumerate(times) if us <= most or not place]
 
     def _looked_at(
         self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
