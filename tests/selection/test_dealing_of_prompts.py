@@ -65,15 +65,27 @@ def test_hoppers_prefill_is_dealt_there_and_back(
     assert fullest(spec, rows, "whole") == pytest.approx(turning, abs=0.01)
 
 
-def test_few_heads_at_a_time_end_as_the_last_of_them() -> None:
+def free_first(costs: list[int], programs: int) -> int:
+    loads = [0] * programs
+    for cost in costs:
+        heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
+
+def test_few_heads_at_a_time_are_dealt_by_the_device() -> None:
     """What the L2 doesn't hold is gone through in sections, each from the longest tile on."""
-    costs = np.array([40, 30, 20, 10], np.int64)
-    alone = turned(costs, 4, 4, 4).exact()
-    assert alone == there_and_back(costs.tolist(), 4, 4)
-    in_two = turned(costs, 4, 4, 2).exact()
-    assert in_two == 50 + 50  # half of all tiles' sum, then what four processors make of the others
-    assert turned(costs, 16, 4, 2).exact() == 40
-    assert turned(np.array([10, 10], np.int64), 2, 4, 2).exact() == 40  # alike: known at once
+    costs = [40, 30, 20, 10]
+    whole = turned(np.array(costs), 6, 4, 4).exact()
+    assert whole == there_and_back(costs, 4, 6)
+    in_two = turned(np.array(costs), 6, 4, 2).exact()
+    assert in_two == free_first([40, 40, 30, 30, 20, 20, 10, 10] * 2, 6)
+    assert turned(np.array(costs), 16, 4, 2).exact() == 40
+    source = np.random.default_rng(3)
+    for at_once in (2, 8):  # more than are dealt out one by one
+        some = np.sort(source.integers(3, 60, 200))[::-1]
+        section = [cost for cost in some.tolist() for _ in range(at_once)]
+        exact = free_first(section * (8 // at_once), PROCESSORS)
+        assert turned(some, PROCESSORS, 8, at_once).exact() == pytest.approx(exact, rel=0.05)
 
 
 @pytest.mark.parametrize("way", ["whole", "packed"])

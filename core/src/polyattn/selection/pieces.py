@@ -143,27 +143,35 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
 def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
     """Return when the last processor ends, if falling pieces are dealt out there and back, each so often.
 
-    Where fewer times go `at_once`, these are dealt to whoever is free first, and then the next ones.
+    Where fewer times go `at_once`, whoever is free first gets these in turn, and then the next ones.
     """
-    number, most = len(costs) * times, costs.item(0)
+    number, most, every = len(costs) * times, costs.item(0), total(costs) * times
     if number <= processors:
         return at(most)
-    if at_once < times:
-        before = total(costs) * (times - at_once) / processors
-        low, high, deal_out = ended(costs, processors, at_once, EACH)
-        later = None if deal_out is None else lambda: before + deal_out()
-        return Ends(before + low, before + high, later)
     if number > MANY:
-        return ended(costs, processors, times, EACH)
-    mean, rounds = total(costs) * times / processors, -(-number // processors)
+        return _late(costs, processors, at_once, total(costs) * (times - at_once))
+    rounds = -(-number // processors)
 
     def deal_out() -> int:
+        if at_once < times:
+            section = costs.repeat(at_once).tolist()
+            return _fullest(section * (times // at_once), processors)
         turns = np.zeros((rounds, processors), np.int64)
         turns.ravel()[:number] = costs.repeat(times)
         turns[1::2] = turns[1::2, ::-1]
         return largest(np.add.reduce(turns))
 
+    mean = every / processors
     return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
+
+
+def _late(costs: Ints, processors: int, times: int, before: int) -> Ends:
+    """Estimate when the last of many pieces ends, each so often, of which `before` are dealt out."""
+    late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
+    half = int(late.dot(late)) / (2 * total(late))  # of a piece that is met at a random time
+    every = before + total(costs) * times
+    last = (before + largest(costs.cumsum() * times + costs * (processors - 1))) / processors
+    return at(max(largest(costs), every / processors, last - half))
 
 
 def ended_by(planned: Ints, costs: Ints, processors: int, times: int) -> Ends:
