@@ -451,15 +451,11 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     """
     switches = SWITCHES.get(way, ())
     if kind == "dealt":  # a tile has its group's rows
-        high = {
-            "cut": tile_of(spec.head_size)[0],
-            "heads": PACKED[LOW] * LOW_TILE,
-            "whole": LOW_TILE,
-        }
-        rows = high.get(way, 1)
-        rows = min(rows, LOW_TILE) if spec.head_size in ONE_GROUP else rows
         if way == "heads" and spec.gqa_ratio < GROUPED:  # on CUDA cores
             return Least(0.0, kinds=("", "cores"))
+        tall = tile_of(spec.head_size)[0] if way == "cut" else LOW_TILE
+        rows: float = min(tall, LOW_TILE) if spec.head_size in ONE_GROUP else tall
+        rows = PACKED[LOW] * LOW_TILE if way == "heads" else rows
         return Least((rows - 1) / spec.gqa_ratio)
     if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
