@@ -77,7 +77,8 @@ def stretches(step: Step, processors: int) -> Counts:
             cost = TOGETHER if splits > 1 else 0.0
             if splits > by_last:
                 cost = APART + MERGE + ROUND * -(-splits // AT_ONCE)
-            rounds = programs * splits / (processors * on_one)
+            many = programs * splits > ON_ONE * processors  # which are smaller
+            rounds = programs * splits / (processors * (MANY if many else on_one))
             rounds = math.ceil(rounds) if rounds < ON_ONE else rounds
             share = -(-longest // splits) + BEGUN
             units, pieces = every + BEGUN * count * splits, count * splits * (splits > 1)
