@@ -126,8 +126,9 @@ class StepChoice:
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
-        least = self._least_host()
-        self._host_of_two = min(least, self._within._host_of_two) if self._within else least
+        self._host_of_two: float = self._least_host()
+        if self._within:
+            self._host_of_two = min(self._host_of_two, self._within._host_of_two)
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of that many keys. A few microseconds.
