@@ -180,9 +180,11 @@ class StepChoice:
             call = self._decoding._replace(shape=shape)
             if not self._decodes_compete:
                 return (call._replace(name=self.chosen["decode"]),)
-            if len(near := self._near(shape)) > 1:
-                call = self._looked_at(call, near, n)
-            return (call._replace(name=self.predictor.fastest(call.candidates, call.shape)),)
+            first, *near = self._near(shape)
+            if near:
+                call = self._looked_at(call, [first, *near], n)
+                first = self.predictor.fastest(call.candidates, call.shape)
+            return (call._replace(name=first),)
         call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
