@@ -37,6 +37,7 @@ from polyattn.selection.pieces import (
     FULL,
     SLACK,
     UNCUT,
+    UNSHARED,
     Counts,
     Ints,
     Rows,
@@ -48,6 +49,7 @@ from polyattn.selection.pieces import (
     largest,
     on_line,
     total,
+    turned,
 )
 from polyattn.selection.step import Step
 from polyattn.spec.layer import LayerSpec
@@ -57,9 +59,10 @@ LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
 LOW_BLOCK = 192
 """Keys of a block of FlashAttention-3, for heads of 64 and tiles of `LOW_TILE` rows."""
-LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS = 1, 96, 0.83
+LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS, PACKED_WIDE = 1, 96, 0.83, 0.6
 """FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
-lies packed, as a part of one in a page. A single prompt's keys are packed."""
+lies packed, as a part of one in a page, and of heads wider than `WIDE`, whose blocks over pages are low.
+A single prompt's keys are packed."""
 TILES = (
     (64, 192, 128, 160),
     (96, 192, 128, 128),
@@ -89,8 +92,9 @@ HOPPER = (64, 128, 256)
 """Head sizes of TRITON_ATTN's own prefill for Hopper; of prompts without a cache, but for the first."""
 MOST_COPIED, ROWS_A_COPY, LEAST_GAIN = 256 << 20, 256, 1 << 26
 """Of 8-bit caches: bytes of copies at the most, rows that see a key whose copy pays, the least gain."""
-L2_BYTES = 50 << 20
-"""Of keys and values, beyond which stretches of tiles read each block from memory."""
+L2_BYTES, L2_HELD = 50 << 20, 35 << 20
+"""Of keys and values, beyond which stretches of tiles read each block from memory; up to which heads go
+side by side."""
 PARTIAL, SHORT_PARTIAL = 4, 2
 """Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
 MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
@@ -213,8 +217,13 @@ def _apart(step: Step, processors: int) -> Counts:
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
-    price = PACKED_KEYS if packed else 1
+    price = packed_keys(step.spec.head_size) if packed else 1
     return ends.counts(price * area, heads, 0, step.tokens, read)
+
+
+def packed_keys(head_size: int) -> float:
+    """Return the time of a key that lies packed, as a part of one in a page."""
+    return PACKED_KEYS if head_size <= WIDE else PACKED_WIDE
 
 
 def _packed(step: Step, processors: int) -> Counts:
@@ -292,8 +301,27 @@ def _whole(step: Step, processors: int) -> Counts:
         read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
         return ends.counts(area, spec.num_heads, waits / heads, tokens, read, kind)
-    ends = ended(units + begins, places, heads, EACH if own else None)
+    if own:
+        ends = turned(units + begins, places, heads, _heads_at_once(step, units, places))
+    elif on_one > 1 and len(units) * heads <= processors:
+        ends = at(UNSHARED * (longest + begins))
+    else:
+        ends = ended(units + begins, places, heads)
     return ends.counts(area, spec.num_heads, 0, tokens, copied, kind)
+
+
+def _heads_at_once(step: Step, units: Ints, places: int) -> int:
+    """Return how many KV heads' tiles run side by side in Hopper's prefill: those that the L2 holds."""
+    heads, held = step.spec.num_kv_heads, total(step.lens) * 4 * step.spec.head_size
+    room = L2_HELD // held
+    if room >= heads:
+        return heads
+    mean, some = total(units) * heads / places, max(1, room)
+    while heads % some:
+        some -= 1
+    while some < heads and mean * (1 - some / heads) + int(units[0]) > SLACK * mean:
+        some = next(more for more in range(some + 1, heads + 1) if heads % more == 0)
+    return some
 
 
 def _plain(spec: LayerSpec) -> bool:
@@ -437,11 +465,11 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     windowed = bool(spec.sliding_window or spec.chunk_size)
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
-            return Least(PACKED_KEYS)
+            return Least(packed_keys(size))
         high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*switches]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone, kinds = PAGED_BLOCK, PACKED_KEYS if kind == "prefill" else 1.0, []
+            block, alone, kinds = PAGED_BLOCK, packed_keys(size) if kind == "prefill" else 1.0, []
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run

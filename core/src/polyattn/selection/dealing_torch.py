@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polyattn.selection.pieces import Counts, at, ended, total
+from polyattn.selection.pieces import UNSHARED, Counts, at, ended, largest, total
 from polyattn.selection.step import Step
 
 HIGH, BLOCK = 128, 64
@@ -54,7 +54,10 @@ def packed(step: Step, processors: int) -> Counts:
     if step.spec.sliding_window is None and step.fresh and (step.lens == step.lens[0]).all():
         return runs(step, processors)._replace(kind="prefill")
     costs = step.tiles(1, HIGH, BLOCK, True)[2] + BEGIN
-    ends = ended(costs, ON_ONE * processors, step.spec.num_heads)
+    if len(costs) * step.spec.num_heads <= processors:
+        ends = at(UNSHARED * largest(costs))
+    else:
+        ends = ended(costs, ON_ONE * processors, step.spec.num_heads)
     kind = "ragged" if step.fresh else "chunked"
     area = processors * ON_ONE * HIGH * BLOCK
     return ends.counts(area, step.spec.num_heads, 0, step.tokens, 0, kind)

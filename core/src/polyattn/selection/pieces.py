@@ -22,6 +22,10 @@ ROUNDS, MANY = 8, 1056
 """Pieces a processor, and in all, from which on they aren't dealt one by one: the end is estimated."""
 
 
+UNSHARED = 0.65
+"""The time of a tile that no other shares a processor with, as a part of one beside another."""
+
+
 class Counts(NamedTuple):
     """What takes the place of a step's rows, queries, longest row and pairs of a token and a key.
 
@@ -134,6 +138,40 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
         return _fullest(dealt, processors)
 
     return at(low) if low == high else Ends(low, high, deal_out)
+
+
+def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
+    """Return when the last processor ends, if falling pieces are dealt out there and back, each so often.
+
+    Where fewer times go `at_once`, whoever is free first gets these in turn, and then the next ones.
+    """
+    number, most, every = len(costs) * times, costs.item(0), total(costs) * times
+    if number <= processors:
+        return at(most)
+    if number > MANY:
+        return _late(costs, processors, at_once, total(costs) * (times - at_once))
+    rounds = -(-number // processors)
+
+    def deal_out() -> int:
+        if at_once < times:
+            section = costs.repeat(at_once).tolist()
+            return _fullest(section * (times // at_once), processors)
+        turns = np.zeros((rounds, processors), np.int64)
+        turns.ravel()[:number] = costs.repeat(times)
+        turns[1::2] = turns[1::2, ::-1]
+        return largest(np.add.reduce(turns))
+
+    mean = every / processors
+    return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
+
+
+def _late(costs: Ints, processors: int, times: int, before: int) -> Ends:
+    """Estimate when the last of many pieces ends, each so often, of which `before` are dealt out."""
+    late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
+    half = int(late.dot(late)) / (2 * total(late))  # of a piece that is met at a random time
+    every = before + total(costs) * times
+    last = (before + largest(costs.cumsum() * times + costs * (processors - 1))) / processors
+    return at(max(largest(costs), every / processors, last - half))
 
 
 def ended_by(planned: Ints, costs: Ints, processors: int, times: int) -> Ends:

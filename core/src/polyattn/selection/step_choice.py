@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polyattn.registry.info import BackendInfo
+from polyattn.selection.pieces import largest
 from polyattn.selection.prediction import (
     Array,
     Ints,
@@ -125,7 +126,9 @@ class StepChoice:
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
-        self._host_of_two = self._least_host()
+        self._host_of_two: float = self._least_host()
+        if self._within:
+            self._host_of_two = min(self._host_of_two, self._within._host_of_two)
 
     def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return the backend for a step of single-token rows of that many keys. A few microseconds.
@@ -177,9 +180,11 @@ class StepChoice:
             call = self._decoding._replace(shape=shape)
             if not self._decodes_compete:
                 return (call._replace(name=self.chosen["decode"]),)
-            if len(near := self._near(shape)) > 1:
-                call = self._looked_at(call, near, n)
-            return (call._replace(name=self.predictor.fastest(call.candidates, call.shape)),)
+            first, *near = self._near(shape)
+            if near:
+                call = self._looked_at(call, [first, *near], n)
+                first = self.predictor.fastest(call.candidates, call.shape)
+            return (call._replace(name=first),)
         call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
@@ -219,12 +224,13 @@ class StepChoice:
                 return (whole._replace(name=name),)
         more = ~ones
         longer, behind = q[more], n[more]
-        kind = kind_of_step(longer, behind)
-        rest = self._call("prefill", kind, REST, self.predictor.shape(kind, longer, behind))
-        shape = shape_of_decodes(self.spec, n[ones], deals=self._deals)
-        decodes = self._call("decode", "decode", DECODES, shape)
-        if self._decodes_compete and len(near := self._near(shape)) > 1:
-            decodes = self._looked_at(decodes, near, n[ones])
+        kind, side = kind_of_step(longer, behind), self._side(behind)
+        rest = side._call("prefill", kind, REST, side.predictor.shape(kind, longer, behind))
+        side = self._side(n[ones])
+        shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
+        decodes = side._call("decode", "decode", DECODES, shape)
+        if side._decodes_compete and len(near := side._near(shape)) > 1:
+            decodes = side._looked_at(decodes, near, n[ones])
         firsts = self._undominated(decodes)
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
@@ -243,6 +249,10 @@ class StepChoice:
             if not name:
                 return decodes, rest
         return (whole._replace(name=name),)
+
+    def _side(self, lens: Array) -> StepChoice:
+        """Return what knows the times of one of two calls: each may be within the window by itself."""
+        return self._within if self._within and largest(lens) <= self._seen else self
 
     def _call(self, phase: str, kind: str, rows: str, shape: StepShape) -> CallChoice:
         """Return a call with its candidates."""
