@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from polyattn import LayerSpec, SparseSpec
 from polyattn.kernel import IndexerSpec, RecurrentSpec
+from rows import listed
 from suites.sparse import MINIMAX, QWEN, V4_ROWS, V32_ROWS
 
 ONEDNN = {
@@ -584,7 +585,7 @@ def parent(chosen: argparse.Namespace, sections: list[str]) -> None:
             json.loads(out.read_text()) if out.exists() else [{"isa": isa, "failed": "all of it"}]
         )
         out.unlink(missing_ok=True)
-    chosen.out.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    chosen.out.write_text(listed({"machine": about}, rows))
     missed = [r for r in rows if r.get("met") is False or "failed" in r]
     print(f"\n{sum(r.get('met') is True for r in rows)} bars met, {len(missed)} missed or failed:")
     for r in missed:

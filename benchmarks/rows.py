@@ -20,6 +20,12 @@ def current_commit() -> str:
     return found.stdout.strip() or os.environ.get("COMMIT", "")
 
 
+def listed(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return JSON of what is to be said of a run, then of its rows, each in a line."""
+    lines = ",\n ".join(map(json.dumps, rows))
+    return f'{json.dumps(about)[:-1]}, "rows": [\n {lines}\n]}}\n'
+
+
 class Rows:
     """What was measured. No new row is begun once `seconds` are over."""
 
@@ -54,4 +60,4 @@ class Rows:
         """Say what was wrong, and write the rows to `out`, behind what is to be said of the run."""
         print(f"{len(self.rows)} rows; wrong or failed: {self.wrong() or 'none'}")
         if out:
-            out.write_text(json.dumps(about | {"rows": self.rows}, indent=1) + "\n")
+            out.write_text(listed(about, self.rows))

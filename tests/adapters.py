@@ -39,10 +39,13 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch, empty_row: float) -> None:
 def drawn(
     spec: LayerSpec, lengths: Lengths, block_size: int | None = None, seed: int = 0
 ) -> AttentionWorkload:
-    """Draw a step of a layer, which the reference serves, whoever else does."""
+    """Draw a step of a layer, which the reference serves. Its block table is a slice of a wider one."""
     plain = spec.replace(graph_capture="none", fp8_compute=False, block_size=block_size)
     work = workload(LayerGroup(select(plain, "cpu", backend="VANILLA")), lengths, seed)
     assert isinstance(work, AttentionWorkload)
+    if (table := work.batch.block_table) is not None:
+        wide = torch.cat([table, torch.full_like(table, -1)], 1)
+        work.batch = work.batch.with_block_table(wide[:, : table.shape[1]])
     return work.remembered()
 
 

@@ -6,10 +6,14 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+import torch
 from polyattn import discover, resolve_device
+from polyattn.conformance.cases.published import VALUES as PUBLISHED
 from polyattn.conformance.checks.published import MOST_NUMBERS, ROWS, claimed, fits
 from polyattn.conformance.covering import Covering
 from polyattn.conformance.derive import derive
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import TOLERANCES
 
 VALUES = {
     "head": (64, 80, 96, 128, 256), "block": (1, 16, 48, 64), "window": (None, 8, 1024),
@@ -48,6 +52,32 @@ def test_each_two_values_meet_and_what_may_not_never_does() -> None:
 def test_who_does_not_run_a_choice_is_not_given_it_for_ever() -> None:
     covering = Covering({"a": (1, 2), "b": (1, 2)}, {}, 5)
     assert len(list(covering.draw(lambda some: True))) == 4 and covering.left.any()
+
+
+def test_a_logits_sum_in_float32_is_within_the_tolerance_of_each_layer_that_fits() -> None:
+    """Sums are taken product after product, as no kernel does worse; all else is float64."""
+    torch.manual_seed(0)
+
+    def error(size: int, scale: float) -> float:
+        query, key, value = torch.randn(4000, size), torch.randn(64, size), torch.randn(64, 64)
+        sums = torch.zeros(4000, 64)
+        for d in range(size):
+            sums += query[:, d : d + 1] * key[:, d]
+        exact, off = (query.double() @ key.double().T, sums.double())
+        (expected, out) = ((x * scale).softmax(-1) @ value.double() for x in (exact, off))
+        return output_error(out, expected)
+
+    allowed = TOLERANCES["float32"].output
+    for scale in PUBLISHED["scale"]:
+        served = [
+            size
+            for size in PUBLISHED["head_size"]
+            if fits({"dtype": "float32", "scale": scale, "head_size": size}, MOST_NUMBERS[-1])
+        ]
+        assert error(max(served), scale or max(served) ** -0.5) < 0.75 * allowed
+    assert error(256, 1.0) > allowed
+    wide = {"scale": 1.0, "head_size": 256}
+    assert fits(wide | {"dtype": "bfloat16"}, MOST_NUMBERS[-1]) and fits(wide, MOST_NUMBERS[-1])
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from polyattn.runtime.cache.kv_cache import quantize
 from polyattn.runtime.rotation import Rotation
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.sparse import INDEX_FORMS
 from polyattn.workload.dice import Dice
 from polyattn.workload.judge import judge
 
@@ -395,6 +396,20 @@ def test_every_backend_gives_cases(device: str) -> None:
         ids = [case.id for case in derive(info, there)]
         assert ids or there.platform not in info.capabilities.platforms, info.name
         assert len(ids) == len(set(ids)), info.name
+
+
+def test_an_indexer_has_no_case_of_what_it_doesn_t_claim() -> None:
+    """Without a claim it is DeepSeek-V3.2's: a ReLU, weights, one token an entry."""
+    info = discover().backends["NATIVE_INDEX"]
+    asked = [c.spec.indexer for c in derive(info, CPU)]
+    assert {form for i in asked if i for form in i.forms} == set(INDEX_FORMS)
+    plain = replace(info, capabilities=info.capabilities.but(indexes=frozenset()))
+    cases = derive(plain, CPU)
+    assert {c.batch for c in cases} >= {"mixed", "decode", "bounds", "edges"}
+    for i in (c.spec.indexer for c in cases):
+        assert i is not None
+        assert (i.activation, i.fold, i.cache_dtype, i.within) == ("relu", "weighted", "auto", None)
+        assert (i.tokens_per_entry, i.pool, i.forced_first + i.forced_last) == (1, 1, 0)
 
 
 def test_cases_follow_from_the_claims() -> None:

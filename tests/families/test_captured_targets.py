@@ -122,7 +122,7 @@ def test_a_captured_step_has_tiles_for_any_prompts(tokens: int, prompts: int) ->
     buffers = MixedBuffers(StepSize(1, prompts=prompts, prompt_tokens=tokens), 64, None, "cpu")
     first = buffers.longest().part(slice(0, prompts + 1)).copy()
     first.num_contexts = prompts + 1
-    pieces, most = Pieces(first, size, torch.device("cpu")), 0
+    pieces, most = Pieces(first, size), 0
     for lengths in itertools.product(range(tokens + 1), repeat=prompts):
         if sum(lengths) > tokens:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from polyattn import (
     LayerSpec,
     StateCache,
     StepPlan,
+    select,
 )
 from polyattn.errors import BatchError, PolyattnError
+from polyattn.settings import current_settings
 
 
 @FAMILIES
@@ -178,3 +181,20 @@ def test_absorbed_latents_are_as_wide_as_the_rank() -> None:
     given = torch.randn(2, 4, 80), torch.randn(2, 64), torch.randn(2, 16)
     compiled = torch.compile(lambda *t: layer(*t, cache, plan), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), layer(*given, cache, plan))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [("contiguous", {}), ("HND", {}), ("NHD", {"kv_cache_dtype": "int8_rows"})],
+)
+def test_compiled_over_any_cache(layout: str, changes: dict[str, Any]) -> None:
+    """The graph holds tensors, from which not every format can be told."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+    settings = replace(current_settings(), layout=layout)
+    layer = Attention(LayerGroup(select(spec.replace(**changes), "cpu", settings=settings)))
+    cache, table = layer.group.allocate_cache(3), torch.tensor([[2], [0]], dtype=torch.int32)
+    plan = layer.group.plan(Batch.from_lens([3, 1], [3, 1], table, 16))
+    inputs = [torch.randn(4, heads, 32) for heads in (4, 2, 2)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: layer(*x, cache, plan), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), layer(*inputs, cache, plan))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from formulas import attend, in_window
 from polyattn import Attention, Batch, CacheWindow, KVCache, LayerGroup, LayerSpec, select
-from polyattn.errors import SpecError
+from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention import reference
 from torch import Tensor
 
@@ -18,9 +18,11 @@ SPEC = LayerSpec(
 )  # fmt: skip
 
 
-def mask_of(queries: int, keys: int) -> Tensor:
+def mask_of(queries: int, keys: int, chunk: int) -> Tensor:
     causal = in_window(queries, keys, -1, 0)
     near = in_window(queries, keys, 5, 0) | (torch.arange(keys) < 2)
+    places = torch.arange(keys) // chunk
+    near &= places == places[keys - queries :, None]
     return causal if queries == keys else causal & near
 
 
@@ -35,10 +37,12 @@ STEPS = {
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA"])
 @pytest.mark.parametrize("step", STEPS)
-def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
+@pytest.mark.parametrize("chunk", [None, 3, 8])
+def test_whole_prompts_see_all_their_keys(backend: str, step: str, chunk: int | None) -> None:
     torch.manual_seed(0)
     queries, lens = STEPS[step]
-    layer = Attention(LayerGroup(select(SPEC, "cpu", backend=backend)))
+    spec = SPEC.replace(chunk_size=chunk)
+    layer = Attention(LayerGroup(select(spec, "cpu", backend=backend)))
     cache = layer.group.allocate_cache(64)
     for stored in (cache.key, cache.value):
         stored.normal_()
@@ -49,7 +53,7 @@ def test_whole_prompts_see_all_their_keys(backend: str, step: str) -> None:
     for index, (count, length) in enumerate(zip(queries, lens, strict=True)):
         rows = slice(batch.starts[index], batch.starts[index + 1])
         keys, values = reference.read_cache(cache, batch, index, layer.params)
-        wanted, _ = attend(given[0][rows], keys, values, mask_of(count, length))
+        wanted, _ = attend(given[0][rows], keys, values, mask_of(count, length, chunk or 99))
         torch.testing.assert_close(out[rows].double(), wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -78,6 +82,19 @@ def test_decodes_need_no_more_than_the_windows_blocks() -> None:
     cache.key[list(gone)] = cache.value[list(gone)] = torch.nan
     short = Batch.from_lens([1], [31 - 4 * len(gone)], table[:, held], 4)
     torch.testing.assert_close(layer(*new, cache, short), wanted)
+
+
+def test_a_captured_step_refuses_whole_prompts() -> None:
+    """Their call isn't in the graph, and the other rows' would have other rows than it captured."""
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    table = torch.arange(24).view(3, 8).int()
+    captured = group.plan(Batch.from_lens([7, 7, 7], [32, 32, 32], table, 4))
+    group.plan(Batch.from_lens([7, 7, 7], [9, 8, 20], table, 4), reuse=captured)
+    step = Batch.from_lens([7, 7, 7], [9, 7, 20], table, 4)
+    with pytest.raises(
+        BatchError, match="has whole prompts, whose calls no graph has; run it eagerly"
+    ):
+        group.plan(step, reuse=captured)
 
 
 @pytest.mark.parametrize(

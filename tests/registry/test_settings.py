@@ -14,10 +14,18 @@ from polyattn.settings import load
 def test_precedence_argument_then_variable_then_file() -> None:
     found = load({"POLYATTN_BACKEND": "B"}, {"backend": "C"}, "polyattn.toml")
     assert found.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    assert found.notes == (
+        "POLYATTN_BACKEND=B wins over polyattn.toml: backend=C, where both name a backend",
+    )
     over = found.with_backend("prefill=A", "flag --backend")
     assert over.override(LLAMA, "prefill").backend == "A"  # type: ignore[union-attr]
     assert over.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    found = load({"POLYATTN_LAYOUT": "NHD"}, {"layout": "HND"}, "polyattn.toml")
+    assert found.layout == "NHD"
+    assert found.notes == ("POLYATTN_LAYOUT=NHD wins over polyattn.toml: layout=HND",)
+    assert not load({"POLYATTN_LAYOUT": "NHD"}, {"layout": "NHD"}, "polyattn.toml").notes
     only_file = load({}, {"backend": {"decode": "C"}}, "polyattn.toml")
+    assert not only_file.notes
     assert only_file.override(LLAMA, "decode").source == "polyattn.toml"  # type: ignore[union-attr]
     assert only_file.override(LLAMA, "prefill") is None
 

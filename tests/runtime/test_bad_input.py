@@ -312,6 +312,9 @@ def test_what_is_no_batch_spec_or_store() -> None:
         group.plan(None)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="reuse= is a plan of another group"):
         group.plan(Batch(**step.batch), reuse=3)  # type: ignore[arg-type]
+    captured, more = group.plan(Batch(**step.batch)), torch.zeros(1, 9, dtype=torch.int32)
+    with pytest.raises(BatchError, match="1 sequences, 1 query tokens> can't go where .* captured"):
+        group.plan(Batch([0, 1], [9], more), reuse=captured)
     for spec in (None, {"num_heads": 4}):
         with pytest.raises(SpecError, match="must be a LayerSpec"):
             select(spec, "cpu")  # type: ignore[arg-type]

@@ -139,6 +139,27 @@ def test_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(target.value[[2, 0, 1]].flatten(0, 1), source.value.flatten(0, 1).bfloat16())
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize(("old", "new"), [(16, 48), (48, 16), (16, 16), (64, 48)])
+@pytest.mark.parametrize("tokens", [1, 16, 77, 95, 96])
+def test_a_last_block_that_isn_t_full(name: str, old: int, new: int, tokens: int) -> None:
+    source, target = cache(name, ("NHD", False, old), 8), cache(name, ("HND", False, new), 8)
+    for tensor in (source.key, source.value):
+        tensor.view(torch.uint8).random_(0, 256)
+    ids = [list(range(7, 7 - -(-tokens // size), -1)) for size in (old, new)]
+    convert_blocks(source, target, *ids, num_tokens=tokens)
+    for one, other in ((source.key, target.key), (source.value, target.value)):
+        read, held = (
+            t.view(torch.uint8)[at].flatten(0, 1) for t, at in zip((one, other), ids, strict=True)
+        )
+        assert torch.equal(read[:tokens], held[:tokens])
+        assert bool((held[tokens:] == 7).all())
+        assert bool((other.view(torch.uint8)[: 8 - len(ids[1])] == 7).all())
+    for bad in (tokens + 96, 0, -1, float(tokens)):
+        with pytest.raises(CacheError, match=r"to be written: .* num_tokens=|must be an integer"):
+            convert_blocks(source, target, *ids, num_tokens=bad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("name", "size"), [("fp8_ds_mla", 576), ("fp8_ds_v4", 512), ("int4", 576)])
 def test_a_latent_is_one_row(name: str, size: int) -> None:
     forms = [
@@ -182,7 +203,7 @@ def test_a_head_s_scale_is_its_own() -> None:
         ([0, 9], [0, 1], r"source_blocks=\[0, 9\] must be ids from 0 to 8"),
         ([0, 1], [-1, 1], r"target_blocks=\[-1, 1\] must be ids from 0 to 8"),
         ([0, 1], [1, 1], r"target_blocks=\[1, 1\] names a block twice"),
-        ([0, 1], [1], "source_blocks hold 32 tokens"),
+        ([0, 1], [1], "target_blocks hold 16 tokens, .* 32 are to be written"),
         ([[0]], [1], "must be ids of blocks"),
         ([0.5], [1], "must be ids of blocks"),
     ],

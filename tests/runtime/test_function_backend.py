@@ -194,6 +194,7 @@ def test_an_error_of_a_kernel_names_its_backend_and_layer() -> None:
                 call()
             (note,) = caught.value.__notes__
             assert "raised by BROKEN for prefill, of attention, 2 heads of 64" in note
+            assert "in a step of query_lens=[3], lens=[3]." in note
             assert "POLYATTN_CHECKS=1" in note
     finally:
         polyattn.unregister(broken)

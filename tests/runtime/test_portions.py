@@ -224,7 +224,7 @@ def test_a_mistake_over_blocks_that_rows_share_is_told(
     step = shared(BASE.replace(dtype="float32", block_size=16), monkeypatch)
     assert len(parts_of(step)) == 3
     checks = PlanChecks(float("inf"))
-    checks(step, None, 1.0)
+    checks(step, 1.0)
     assert checks.plans == 3
     SHARED[name](step)
     with pytest.raises(PluginError, match=r"taken apart wrongly.*sequence \d, query token 0"):

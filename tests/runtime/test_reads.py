@@ -20,6 +20,7 @@ from polyattn.errors import PluginError
 from polyattn.families.attention.reference import visible
 from polyattn.kernel import CacheFormat
 from polyattn.runtime import plan_checks
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.plan_checks import SHARE, PlanChecks, check_plan
 from polyattn.runtime.reads import shows
 from polyattn.runtime.step.shared_prefix import SharedRun
@@ -440,6 +441,36 @@ def test_a_buffer_that_a_later_step_left_half_full_is_told() -> None:
         check_plan(backend, captured, first)
 
 
+def test_a_captured_forest_s_buffer_has_a_step_within_its_window() -> None:
+    """Eagerly a plan without the window would do; the graph reads the captured one."""
+    spec = BASE.replace(graph_capture="single_token_decode", sliding_window=64)
+    backend = triton(spec)
+    first, later = step_of([1] * 4, [3000, 10, 700, 64]), step_of([1] * 4, [40, 64, 0, 1])
+    captured: Any = backend.plan(first.with_shared_prefix(()))
+    backend.plan(later.with_shared_prefix(()), captured)
+    assert check_plan(backend, captured, later)
+    with pytest.raises(PluginError, match="query token"):
+        check_plan(backend, captured, first)
+
+
+def test_the_numbers_of_all_captured_plans_go_up_in_one_copy() -> None:
+    """With the lengths, of a step with fewer rows than were captured."""
+    spec = BASE.replace(graph_capture="single_token_decode")
+    backends = [triton(spec), triton(spec.replace(sliding_window=64)), triton(spec)]
+    buffers = StepBuffers(4, 1, 3008, BASE.block_size, "cpu")
+    plans: list[Any] = [backend.plan(buffers.longest()) for backend in backends]
+    buffers.staging.send()
+    later = buffers.stage(step_of([1] * 3, [40, 2000, 1]))
+    for backend, captured in zip(backends, plans, strict=True):
+        backend.plan(later, captured)
+    assert len(buffers.staging._runs) == 1
+    buffers.staging.send()
+    padded = step_of([1] * 4, [40, 2000, 1, 0])
+    assert buffers.seq_lens.tolist() == padded.lens
+    for backend, captured in zip(backends, plans, strict=True):
+        assert check_plan(backend, captured, padded)
+
+
 def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
     """Four sequences' tiles are more than one sequence's of as many tokens."""
     backend = triton(BASE.replace(graph_capture="any"))
@@ -489,7 +520,7 @@ def test_checks_stay_within_their_share() -> None:
     ):
         checks, counts = PlanChecks(), []
         for _ in range(12):
-            checks(step, None, 1.0)
+            checks(step, 1.0)
             counts.append(checks.checked)
     assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
     assert checks.spent <= SHARE * checks.planned + 1.0

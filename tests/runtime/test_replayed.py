@@ -93,6 +93,17 @@ def test_a_replayed_recurrence_needs_its_slots_and_targets(monkeypatch: pytest.M
         graph.replay(step, inputs)
 
 
+def test_a_step_goes_where_its_kind_was_captured() -> None:
+    """As many rows and tokens may be other prompts and decodes, which the captured calls don't take."""
+    group, table = LayerGroup(SPEC), torch.arange(6, dtype=torch.int32).view(2, 3)
+    captured, other = (Batch([0, 3, 4], [5, 9], table) for _ in range(2))
+    captured.num_contexts, other.num_contexts = 1, 2
+    plan = group.plan(captured)
+    assert [call.phase for call in plan.calls] == ["decode", "prefill"]
+    with pytest.raises(BatchError, match="has none for decode, where <Batch: 1 .*> was captured"):
+        group.plan(other, reuse=plan)
+
+
 @pytest.mark.parametrize("positions", [None, torch.tensor([7, 3])])
 def test_mixed_buffers_have_text_positions_on_every_axis(positions: torch.Tensor | None) -> None:
     buffers = MixedBuffers(StepSize(rows=2, prompts=1, prompt_tokens=4), 48, 16, "cpu", axes=3)

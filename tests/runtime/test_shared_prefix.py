@@ -123,10 +123,9 @@ def test_two_levels_by_hand() -> None:
 def test_only_full_blocks_count() -> None:
     """Three rows of the same blocks: the last, half full in one of them, is the others' alone."""
     table = np.array([[3, 4, 5]] * 3, np.int32)
-    assert shared_prefixes(table, [48, 40, 48], 16) == (
-        (SharedRun((0, 1, 2), 0, 2),),
-        (SharedRun((0, 2), 2, 1),),
-    )
+    expected = (SharedRun((0, 1, 2), 0, 2),), (SharedRun((0, 2), 2, 1),)
+    assert shared_prefixes(table, [48, 40, 48], 16) == expected
+    assert shared_prefixes(torch.from_numpy(table), [48, 40, 48], 16) == expected
 
 
 def test_long_runs_are_found_whole() -> None:

@@ -348,6 +348,16 @@ def test_under_a_captured_graph_the_captures_choice_holds(table: Any, monkeypatc
     assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
 
 
+def test_drafts_under_a_captured_graph_are_no_new_choice(table: Any, monkeypatch: Any) -> None:
+    """Another choice would be of another phase than the captured call, and refuse the step."""
+    table(SHORT_KEYS)
+    group = LayerGroup(select(SPEC, "cpu"))
+    blocks = torch.arange(260, dtype=torch.int32)[None]
+    captured = group.plan(Batch([0, 3], [5], blocks))
+    monkeypatch.setattr(StepChoice, "calls", lambda *_: pytest.fail("nobody chooses anew"))
+    assert group.plan(Batch([0, 3], [4000], blocks), reuse=captured) is captured
+
+
 LATENT = LayerSpec(
     kind="mla", num_heads=4, num_kv_heads=4, head_size=32, v_head_size=32, block_size=16,
     latent=LatentSpec(rank=64, rope_head_size=16), dtype="float32",

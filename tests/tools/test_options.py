@@ -6,10 +6,11 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from polyattn import LayerSpec, resolve_device
+from polyattn import LayerSpec, Recurrent, resolve_device
 from polyattn.conformance import claim
 from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.runtime.step.cost import Cost
@@ -33,6 +34,41 @@ def test_bench_leaves_the_reference_and_other_kinds_out() -> None:
     assert {"NATIVE_ATTN", "TORCH_SDPA"} <= set(names)
     assert not {"VANILLA", "TORCH_SCAN", "TORCH_MLA", "TORCH_STORE", "FLASH_ATTN"} & set(names)
     assert "VANILLA" in _of_this_kind(SPEC, resolve_device("cpu"), reference=True)
+
+
+RECURRENCES = {
+    "gdn": {"head_size": 16, "recurrent": {}},
+    "mamba2": {"head_size": 16, "recurrent": {"state_size": 16}},
+    "rwkv7": {"head_size": 16, "recurrent": {}},
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_bench_times_a_recurrence(kind: str) -> None:
+    """Prompts, one of them after others, and decodes; what isn't a recurrence's backend is left out."""
+    spec = json.dumps({"kind": kind, "num_heads": 2, "dtype": "float32", **RECURRENCES[kind]})
+    args = ("bench", "q80_2q1s30_q70s90", "--spec", spec, "--seconds", "0.001")
+    code, out, errors = here(*args, "--json")
+    assert code == 0, errors
+    rows = {row["backend"]: row for row in json.loads(out)["rows"]}
+    assert {"NATIVE_SCAN", "TORCH_SCAN"} <= rows.keys() and "TORCH_SDPA" not in rows
+    assert all(0 < rows[name]["error"] < 1e-4 for name in ("NATIVE_SCAN", "TORCH_SCAN")), rows
+    assert "--shared-prefix=3: a layer of kind" in here(*args, "--shared-prefix", "3")[2]
+
+
+def test_a_recurrence_that_goes_wrong_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that isn't read, in a sequence that goes on."""
+    run = Recurrent.forward
+
+    def forgetful(layer: Recurrent, *inputs: Any, states: Any, **how: Any) -> Any:
+        states.data.zero_()
+        return run(layer, *inputs, states=states, **how)
+
+    monkeypatch.setattr(Recurrent, "forward", forgetful)
+    spec = json.dumps({"kind": "gdn", "num_heads": 2, "dtype": "float32", **RECURRENCES["gdn"]})
+    args = ("bench", "2q1s30", "--spec", spec, "--seconds", "0.001", "--backend", "TORCH_SCAN")
+    code, out, _ = here(*args, "--json")
+    assert code == 1 and "its result is wrong" in json.loads(out)["rows"][0]["cannot"]
 
 
 def test_bench_prints_ratios_to_the_best() -> None:

@@ -215,6 +215,45 @@ def test_a_table_has_the_hosts_time_of_each_model() -> None:
     assert [m["host"] for m in data["models"]] == [41.0, 41.0]
 
 
+def test_a_model_gives_way_only_to_one_of_as_many_points(tmp_path: Path) -> None:
+    """The file of points is gone, so what a table has was fitted to more of them than there are now."""
+    path, device = tmp_path / "t.json", select(HEADS[0], "cpu").device
+    full = measurements({"TORCH_SDPA": CROSSING["A"], "HPU_ATTN": CROSSING["B"]}, 0.0)
+    fewer = [m for m in full if m.step % 2 or m.backend == "TORCH_SDPA"]
+    alone = [m for m in full if m.backend == "TORCH_SDPA"]
+
+    def over(made: list[Measurement], changes: dict[str, Any]) -> tuple[Any, list[str]]:
+        """What is written over a table of all points, with changes."""
+        tables.write(tables.table(fits(full), device, discover()) | changes, path)
+        assert read_table(path).problems == ()
+        data = tables.table(fits(made), device, discover())
+        return tables.with_fuller(data, path, device, made)
+
+    was = tables.table(fits(full), device, discover())
+    count = was["models"][0]["points"]
+    few = tables.table(fits(fewer), device, discover())
+    assert few["models"][0]["points"] < count == few["models"][1]["points"]
+    for made, points in ((fewer, few["models"][0]["points"]), (alone, 0)):
+        data, (note,) = over(made, {})
+        assert data == was
+        assert note.startswith("HPU_ATTN, decode, bfloat16 over bfloat16, heads of 64: the table's")
+        assert f"fitted to {count} points, these are {points}; to start over, remove {path}" in note
+    # Of as many points one backend's may have no model: of such a kernel's chunks a mixed step is one.
+    without = was | {"models": was["models"][1:]}
+    data, notes = tables.with_fuller(without, path, device, full)
+    assert (data["models"], notes) == (without["models"], [])
+    # As many points replace it; so do fewer, over what doesn't count here, or can't be read.
+    faster = [replace(m, us=m.us / 2) for m in full if m.us]
+    assert over(faster, {}) == (tables.table(fits(faster), device, discover()), [])
+    for changes in (
+        {"device": was["device"] | {"name": "another"}},
+        {"versions": was["versions"] | {"polyattn-cpu": "0.0.1", "polyattn-hpu": "0.0.1"}},
+    ):
+        assert over(fewer, changes) == (few, [])
+    path.write_text("no table")
+    assert tables.with_fuller(few, path, device, fewer) == (few, [])
+
+
 def test_points_go_on_where_they_ended(tmp_path: Path) -> None:
     path, facts = tmp_path / "a" / "p.jsonl", {"device": "X", "seed": 1}
     first = PointsFile(path, facts)
@@ -464,6 +503,24 @@ def test_tune_writes_a_table_that_a_group_chooses_by(
     group = LayerGroup(selection)
     plan = group.plan(Batch([0, 1, 2], [300, 20], torch.zeros(2, 20, dtype=torch.int32)))
     assert plan.calls[0].name in {m.backend for m in selection.timings if m.kind == "decode"}
+
+
+def test_tune_measures_a_layer_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "size_for", lambda *_: Size(500, 2000, 300, 3))
+    spec = LayerSpec(num_heads=6, num_kv_heads=2, head_size=40, dtype="float32")
+    command = ("tune", "--device", "cpu", "--out", str(tmp_path / "t.json"), "--seconds", "60")
+    command += ("--backend", "TORCH_SDPA", "--backend", "HPU_ATTN", "--json", "--spec")
+    code, out, errors = here(*command, spec.to_json(), "--block-size", "32")
+    assert code == 0, errors
+    classes = [model["layer"] for model in json.loads(out)["models"]]
+    assert classes and {c["head_size"] for c in classes} == {40}
+    lines = (tmp_path / "t.points.jsonl").read_text().splitlines()[1:]
+    assert {json.loads(line)["spec"]["block_size"] for line in lines} == {32}
+    assert "name different layers" in here(*command, spec.to_json(), "--model", "llama-3.1-8b")[2]
+    gdn = json.dumps({"kind": "gdn", "num_heads": 2, "head_size": 16, "recurrent": {}})
+    assert "--spec: has no layer of kind attention or mla" in here(*command, gdn)[2]
 
 
 def test_tune_needs_a_device_to_run_on(tmp_path: Path) -> None:

@@ -258,14 +258,20 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         if key not in FILE_KEYS:
             raise SettingsError(f"{config_name}: key {key!r} is unknown{nearest(key, FILE_KEYS)}")
 
+    notes: list[str] = []
+    sources = []
+    for key, own in config.items():
+        name = PREFIX + key.upper()
+        if name in environ and environ[name].lower() != str(own).lower():
+            where = ", where both name a backend" if key == "backend" else ""
+            notes.append(f"{name}={environ[name]} wins over {config_name}: {key}={own}{where}")
+
     def value(key: str) -> tuple[Any, str]:
         name = PREFIX + key.upper()
         if name in environ:
             return environ[name], f"environment variable {name}"
         return config.get(key), f"{config_name}: {key}"
 
-    notes: list[str] = []
-    sources = []
     if "POLYATTN_BACKEND" in environ:
         sources.append(parse_overrides(environ["POLYATTN_BACKEND"], "POLYATTN_BACKEND"))
     sources += _foreign_overrides(environ, notes)

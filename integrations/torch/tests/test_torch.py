@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import polyattn
 import polyattn_torch
 import pytest
 import torch
@@ -94,6 +95,31 @@ def test_the_mode_gives_what_torch_gives(name: str) -> None:
     assert sum(polyattn_torch.report().served.values()) >= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [1, 7])
+@torch.no_grad()
+def test_finite_numbers_hide_keys_from_no_query_that_sees_none(
+    dtype: torch.dtype, queries: int
+) -> None:
+    """All such keys weigh the same. In float16 the least number leaves the scores as they are."""
+    qkv = [t.to(torch.float32 if dtype is torch.float64 else dtype) for t in tensors(4, 2, 7, 9)]
+    least, lowest = torch.finfo(dtype).min, -torch.inf
+    mask = torch.zeros(2, 1, queries, 9, dtype=dtype)
+    mask[0, :, :, :2] = mask[1, :, :4] = least
+    mask[1, :, 1:3, 2:] = mask[0, :, 3:4] = lowest
+    exact = mask if dtype is torch.float64 else mask.double()
+    wanted = sdpa(*(t.double() for t in qkv), attn_mask=exact, enable_gqa=True)
+    limit = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    dense = [t.transpose(1, 2) for t in qkv]
+    out, lse = polyattn.attention(*dense, mask=mask, return_lse=True)
+    close(out.transpose(1, 2), wanted, limit)
+    scores = (qkv[0].double() @ qkv[1].double().repeat_interleave(2, 1).mT) / 4 + exact
+    shown = scores.logsumexp(-1).float().transpose(1, 2)
+    torch.testing.assert_close(lse, shown, rtol=1e-5, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
+    sinks = polyattn.attention(*dense, mask=mask, sinks=torch.zeros(4))
+    assert not sinks[1, : min(queries, 4)].any()
+
+
 @pytest.mark.parametrize("leading", [(), (6,)])
 @torch.no_grad()
 def test_tensors_without_heads(leading: tuple[int, ...]) -> None:
@@ -166,6 +192,7 @@ def test_autocast_computes_in_its_dtype() -> None:
         ({"dropout_p": 0.5}, "dropout_p=0.5"),
         ({"attn_mask": torch.tensor([True, False, True] * 3)[None].expand(7, 9)}, "with holes"),
         ({"attn_mask": torch.randn(7, 9)}, "adds numbers"),
+        ({"attn_mask": torch.full((7, 9), -1e9)}, "adds numbers"),
         ({"attn_mask": torch.ones(1, 4, 7, 9, dtype=torch.bool)}, "differs between heads"),
     ],
 )

@@ -128,6 +128,19 @@ def test_vllm_makes_of_a_wanted_full_what_the_claim_allows(
     )
 
 
+def noted(group: Any, monkeypatch: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Note what a group plans, and into which plan; return the list and the group's own `plan`."""
+    planned: list[tuple[Any, Any]] = []
+    plan = group.plan
+
+    def note(batch: Any, reuse: Any = None) -> Any:
+        planned.append((batch, reuse))
+        return plan(batch, reuse)
+
+    monkeypatch.setattr(group, "plan", note)
+    return planned, plan
+
+
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", "TORCH_MLA"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_mixed_steps_are_planned_into_the_captured_plans(
@@ -147,17 +160,13 @@ def test_mixed_steps_are_planned_into_the_captured_plans(
         captured[size] = builder.build_for_cudagraph_capture(runner.made_up(size)).plans[group]
         assert captured[size].batch.max_query_len == size
         assert captured[size].batch.max_seq_len == LONGEST
-    reused: list[Any] = []
-    plan = group.plan
-    monkeypatch.setattr(
-        group, "plan", lambda b, reuse=None: (reused.append(reuse), plan(b, reuse))[1]
-    )
+    planned, plan = noted(group, monkeypatch)
     for queries, lens, size in STEPS:
         rows, tokens, table = len(lens), sum(queries), random_table(len(lens))
         common = runner.ragged(queries, lens, min(size, ROWS), size, table)
         step = builder.build(0, common)
-        batch, read = step.plans[group].batch, captured[size].batch
-        assert reused[-1] is captured[size] and batch.num_tokens == size
+        (batch, into), read = planned[-1], captured[size].batch
+        assert into is step.plans[group] is captured[size] and batch.num_tokens == size
         for new, old in (
             (batch.query_start_loc, read.query_start_loc), (batch.seq_lens, read.seq_lens),
             (batch.block_table, read.block_table),
@@ -166,16 +175,17 @@ def test_mixed_steps_are_planned_into_the_captured_plans(
         assert batch.seq_lens[:rows].tolist() == lens
         assert batch.query_start_loc.diff()[:rows].tolist() == queries
         assert torch.equal(batch.block_table[:rows], table)
+        step.plans[group] = plan(batch)  # a CPU's kernels go by the host's lengths
         query = torch.randn(size, HEADS, SIZE)
         found = runner.attend(query, step)[:tokens]
         expected = runner.expected(query, lens, table, queries)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     # A step that no graph holds has plans of its own.
     builder.build(0, runner.ragged([1, 1, 20], [9, 9, 20], 3, 22, random_table(3)))
-    assert reused[-1] is None
+    assert planned[-1][1] is None
 
 
-def test_lengths_of_a_mixed_step_are_the_devices() -> None:
+def test_lengths_of_a_mixed_step_are_the_devices(monkeypatch: Any) -> None:
     """The host has bounds of them where drafts were refused; a captured graph reads the device's."""
     runner = Runner("cpu", torch.float32, graphs="NONE")
     builder = runner.builder
@@ -185,8 +195,11 @@ def test_lengths_of_a_mixed_step_are_the_devices() -> None:
     common = runner.ragged([1, 15], [40, 100], ROWS, 16, random_table(2))
     common.seq_lens[:2] -= torch.tensor([3, 2])
     builder._lengths = lambda common: ([0, 1] + [16] * (ROWS - 1), [40, 100] + [0] * (ROWS - 2))
-    (plan,) = builder.build(0, common).plans.values()
-    assert plan.batch.lens[:2] == [40, 100] and plan.batch.seq_lens[:2].tolist() == [37, 98]
+    (group,) = builder.groups.values()
+    planned, _ = noted(group, monkeypatch)
+    builder.build(0, common)
+    batch, _ = planned[-1]
+    assert batch.lens[:2] == [40, 100] and batch.seq_lens[:2].tolist() == [37, 98]
 
 
 @pytest.mark.parametrize("more", [1, 3])
@@ -246,40 +259,31 @@ def test_drafts_are_planned_into_the_captured_plans(backend: str, monkeypatch: A
         captured[size] = builder.build_for_cudagraph_capture(common).plans[group]
     pads = group.planner.padding_rows
     assert pads == (backend == "TORCH_SDPA")
-    reused: list[Any] = []
-    plan = group.plan
-    monkeypatch.setattr(
-        group, "plan", lambda b, reuse=None: (reused.append(reuse), plan(b, reuse))[1]
-    )
+    planned, plan = noted(group, monkeypatch)
     for rows, padded in ((3, 4), (5, 8), (4, 4), (1, 4), (8, 8)):
         lens, table = random_step(rows, each)
         step = builder.build(0, runner.step(lens, padded, table, each))
-        batch = step.plans[group].batch
-        assert reused[-1] is captured[padded] and batch.num_tokens == padded * each
+        batch, into = planned[-1]
+        assert into is step.plans[group] is captured[padded]
+        assert batch.num_tokens == padded * each
         assert batch.lens == lens + [0 if pads else each] * (padded - rows)
         assert batch.seq_lens.tolist() == batch.lens
         assert batch.query_start_loc is builder.captured[padded, padded * each].starts
+        step.plans[group] = plan(batch)
         query = torch.randn(padded * each, HEADS, SIZE)
         found = runner.attend(query, step)[: rows * each]
         expected = runner.expected(query, lens, table, each)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     # The draft model's own steps, of one token a request, have plans of their own.
     single = builder.build_for_cudagraph_capture(runner.step([1] * 4, 4, empty[:4]))
-    assert reused[-1] is None and single.plans[group].batch.all_decode
+    assert planned[-1][1] is None and single.plans[group].batch.all_decode
 
 
 def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
     runner = Runner("cpu", torch.float32, graphs="NONE")
     builder = runner.builder
     (group,) = builder.groups.values()
-    planned: list[tuple[Any, Any]] = []
-    plan = group.plan
-
-    def noted(batch: Any, reuse: Any = None) -> Any:
-        planned.append((batch, reuse))
-        return plan(batch, reuse)
-
-    monkeypatch.setattr(group, "plan", noted)
+    planned, plan = noted(group, monkeypatch)
     captured = {}
     for size in (8, 4):
         common = runner.step([1] * size, size, torch.zeros(size, 1, dtype=torch.int32))
@@ -292,6 +296,7 @@ def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
         assert reuse is captured[padded].plans[group]
         assert batch.all_decode and batch.lens == lens + [0] * (padded - rows)
         assert batch.seq_lens.data_ptr() == runner.lens.data_ptr()
+        step.plans[group] = plan(batch)
         query = torch.randn(padded, HEADS, SIZE)
         found = runner.attend(query, step)[:rows]
         torch.testing.assert_close(

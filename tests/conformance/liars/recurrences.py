@@ -46,6 +46,9 @@ OTHER = {
     "AlwaysSoftplus": lambda self, spec: form(spec, dt_softplus=True),
     "NeverActivates": lambda self, spec: form(spec, activation=None),
     "NeverNormalises": lambda self, spec: form(spec, qk_norm=False),
+    "AlwaysNormalises": lambda self, spec: (
+        form(spec, qk_norm=True) if spec.kind is AttentionKind.GDN else spec
+    ),
     "UnscaledQueries": lambda self, spec: (
         spec.replace(scale=1.0) if spec.kind in (AttentionKind.LINEAR, AttentionKind.GDN) else spec
     ),

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn_fakes import FP8, attend_packed, attend_paged, bind, lengths
+from polyattn_fakes import FP8, attend_packed, attend_paged, bind, by_columns, lengths
 from torch import Tensor
 
 
 def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Varlen over pages, or over packed keys; LSE (heads, tokens), natural."""
+    """Varlen over packed keys; LSE (heads, tokens), natural."""
     a = bind("aiter", "flash_attn_varlen_func", args, kwargs)
-    assert a["return_lse"] is True
-    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads only caches of the query's dtype"
+    assert a["return_lse"] is True and a["k"].dtype == a["q"].dtype
+    assert a["block_table"] is None, "its assembly would ignore it"
+    assert a["alibi_slopes"] is None or not a["logits_soft_cap"], "CK's ALiBi leaves the cap out"
     starts, queries = lengths(a["cu_seqlens_q"])
     key_starts, lens = lengths(a["cu_seqlens_k"])
     assert a["max_seqlen_q"] >= max(queries) and a["max_seqlen_k"] == max(lens)
@@ -23,15 +24,13 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     # mha_varlen_fwd_kernels.cu). Its assembly knows no window, and gets what has neither side above 0
     # (`swa` in aiter/ops/mha.py), unless slopes keep it away.
     assert a["causal"] == (right == 0) or (left, right) == (0, 0)
-    assert left or right or a["alibi_slopes"] is not None, "its assembly would ignore the window"
+    to_ck = a["alibi_slopes"] is not None or a["logits_soft_cap"]
+    assert left or right or to_ck, "its assembly would ignore the window"
     options = {
         "scale": a["softmax_scale"], "window": a["window_size"], "soft_cap": a["logits_soft_cap"],
         "slopes": a["alibi_slopes"],
     }  # fmt: skip
-    if a["block_table"] is None:
-        out, lse = attend_packed(a["q"], a["k"], a["v"], starts, key_starts, **options)
-    else:
-        out, lse = attend_paged(a["q"], a["k"], a["v"], starts, lens, a["block_table"], **options)
+    out, lse = attend_packed(a["q"], a["k"], a["v"], starts, key_starts, **options)
     a["out"].copy_(out)
     return a["out"], lse
 
@@ -56,8 +55,10 @@ def paged_attention_v1(*args: Any, **kwargs: Any) -> Tensor:
     else:
         assert a["kv_cache_dtype"] == "auto" and key.dtype == query.dtype
     window = a["sliding_window"]
+    # It adds slopes and hides keys before it caps, so that a hidden key has the logit -cap.
+    assert not a["logits_soft_cap"] or (a["alibi_slopes"] is None and not window)
     out, _ = attend_paged(
-        query, key, value, list(range(count + 1)), lens, a["block_tables"], scale=a["scale"],
+        query, key, value, list(range(count + 1)), lens, by_columns(a["block_tables"]), scale=a["scale"],
         window=(window - 1, 0) if window else (-1, 0), soft_cap=a["logits_soft_cap"],
         slopes=a["alibi_slopes"], scales=scales,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn_fakes import attend_packed, attend_paged, bind, lengths
+from polyattn_fakes import attend_packed, attend_paged, bind, by_columns, lengths
 from torch import Tensor
 
 
@@ -18,7 +18,8 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, 
     # The kernel for single tokens writes no LSE, of a mixed batch's rows neither.
     assert not a["return_softmax_lse"] or (a["max_seqlen_q"] > 1 and not a["is_mix_batch"])
     left, right = a["window_size"]
-    assert a["causal"] == (right == 0) or (left, right) == (0, 0)
+    assert right == -1 or left > -1, "kernels of windows, for a causal mask alone"
+    right = 0 if a["causal"] else right
     assert a["s_aux"] is None or a["s_aux"].dtype == query.dtype
     options = {
         "scale": a["softmax_scale"], "window": (left, right), "soft_cap": 0.0, "slopes": None,
@@ -40,7 +41,7 @@ def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, 
             assert a["k_descale"] is a["v_descale"] is None
         assert key.shape[1] % 16 == 0
         out, lse = attend_paged(
-            query, key, value, starts, lens, a["block_table"], scales=scales, **options
+            query, key, value, starts, lens, by_columns(a["block_table"]), scales=scales, **options
         )
     assert a["max_seqlen_k"] >= max(lens)
     return (out, lse) if a["return_softmax_lse"] else out

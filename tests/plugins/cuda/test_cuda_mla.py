@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_libraries.polyattn_fakes import bind
+from fake_libraries.polyattn_fakes import bind, by_columns
 from polyattn import Batch, Device, LayerSpec, SparseSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import (
@@ -94,7 +94,7 @@ class Wrapper:
         rows = torch.cat(parts, dim=2)
         rank, page = a["q_nope"].shape[2], rows.shape[1]
         if self.backend.get("backend") == "cutlass":
-            lens, table, scale = a["kv_len"].tolist(), a["page_table"], SPEC.scale
+            lens, table, scale = a["kv_len"].tolist(), by_columns(a["page_table"]), SPEC.scale
             begins = list(range(len(query) + 1))
         else:
             p = self.planned
@@ -217,6 +217,7 @@ def latent_step(page: int, queries: list[int], lens: list[int]) -> tuple[Batch, 
     cache.key.normal_()
     width = -(-max(lens) // page)
     table = torch.randperm(20)[: 4 * width].view(4, width).int()
+    table = torch.cat([table, torch.full_like(table, -1)], 1)[:, :width]  # of a wider one
     starts = [0, *itertools.accumulate(queries)]
     return Batch(starts, lens, table), cache, torch.randn(starts[-1], 8, 576)
 

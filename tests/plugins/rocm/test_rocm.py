@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,28 @@ def test_a_window_of_one_is_a_window(causal: bool, fakes: None) -> None:
     for kind, block_size in ((AiterAttention, 16), (CkFlashAttention, 256)):
         check_paged(kind, spec, block_size, 3e-3)
         check_given(kind, spec, 3e-3)
+    check_given(AiterAttention, spec.replace(logit_soft_cap=2.0), 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "said"),
+    [
+        ({"logit_soft_cap": 30.0}, "ROCM_FLASH_ATTN", "takes softcap= and ignores it"),
+        ({"logit_soft_cap": 30.0, "alibi": True}, "decode=ROCM_ATTN", "after ALiBi's bias"),
+        (
+            {"logit_soft_cap": 30.0, "sliding_window": 128},
+            "decode=ROCM_ATTN",
+            "caps the scores of hidden keys",
+        ),
+    ],
+)
+def test_what_its_sources_do_otherwise_is_refused(
+    changes: dict[str, Any], backend: str, said: str
+) -> None:
+    """Read in flash-attn's csrc/flash_attn_ck and AITER's csrc/cpp_itfs/pa/pa_kernels.cuh."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, **changes)
+    with pytest.raises(SelectionError, match=said):
+        select(spec, "mi300x", backend=backend)
 
 
 def test_each_chip_says_why_not() -> None:

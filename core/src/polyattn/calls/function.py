@@ -65,7 +65,8 @@ def attention(  # type: ignore[misc]  # the LSE's signatures take the first one'
         causal: hide the keys after a query; the last query sees the last key.
         mask: (batch or 1, 1, queries or 1, keys), for dense rows instead of `causal` and windows: bool,
             True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys
-            must be one interval.
+            must be one interval. Keys that one finite number hides from a query that sees no other
+            weigh the same for it, as in torch; -inf, bool or `sinks` give 0.
         scale: of the logits; None: `1/sqrt(head_size)`.
         sliding_window: a query sees itself and the `sliding_window - 1` keys before it.
         window_right: and the `window_right` keys after it; not with `causal`.

@@ -37,6 +37,19 @@ class Part:
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a mask says: its parts, and the number that it adds where it hides all keys by a finite one.
+
+    Such a query attends to these keys as if nothing hid them. `least` is float32 (rows * queries,), 0
+    elsewhere, or None. `even`: the number swallows the scores, so that all keys weigh the same.
+    """
+
+    parts: list[Part]
+    least: Tensor | None
+    even: bool
+
+
 class UnreadableMask(BatchError):
     """The mask is no choice of one interval of keys for each query.
 
@@ -48,31 +61,37 @@ class UnreadableMask(BatchError):
         self.where = where
 
 
-def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
+def read(mask: Tensor, rows: int, queries: int, *, sinks: bool = False) -> Reading:
     """Return which keys the mask shows, (rows or 1, 1, queries or 1, keys). Raises `UnreadableMask`.
 
     Bool, True to attend; or float, 0 to attend and the dtype's least value not to. What it says is
-    stored on the tensor until that changes.
+    stored on the tensor until that changes. `sinks` outweigh keys that a finite number hides.
     """
-    return stored(
-        mask, "_polyattn_parts", True, (rows, queries), lambda: _read(mask, rows, queries)
-    )
+    state = rows, queries, sinks
+    return stored(mask, "_polyattn_parts", True, state, lambda: _read(mask, *state))
 
 
-def _read(mask: Tensor, rows: int, queries: int) -> list[Part]:
+def _read(mask: Tensor, rows: int, queries: int, sinks: bool) -> Reading:
     if mask.dim() != 4 or mask.shape[1] != 1:
         raise UnreadableMask(f"a mask of shape {tuple(mask.shape)}, which differs between heads")
-    low, high = _intervals(mask[:, 0])
+    low, high, least = _intervals(mask[:, 0], sinks)
     if low.shape != (rows, queries):
-        low, high = (np.ascontiguousarray(np.broadcast_to(t, (rows, queries))) for t in (low, high))
-    return _parts(low, high)
+        low, high, least = (
+            np.ascontiguousarray(np.broadcast_to(t, (rows, queries))) for t in (low, high, least)
+        )
+    added = torch.from_numpy(least).flatten().float() if least.any() else None
+    return Reading(_parts(low, high), added, mask.dtype != torch.float16)
 
 
-def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key that each query sees and the one after the last, int64 (rows, queries)."""
+def _intervals(mask: Tensor, sinks: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first key that each query sees, the one after the last, and `Reading.least`.
+
+    Each is (rows, queries).
+    """
     rows, queries, keys = mask.shape
+    least = torch.zeros(rows, queries, dtype=torch.float64, device=mask.device)
     if not keys:
-        return np.zeros((rows, queries), int), np.zeros((rows, queries), int)
+        return np.zeros((rows, queries), int), np.zeros((rows, queries), int), least.cpu().numpy()
     step = max(1, AT_A_TIME // max(1, rows * keys))
     intervals = []
     for at in range(0, queries, step):
@@ -83,6 +102,13 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
             hidden = seen <= torch.finfo(seen.dtype).min / 2
             if not ((seen == 0) | hidden).all():
                 raise UnreadableMask("a mask that adds numbers to the scores")
+            most = seen.amax(-1, keepdim=True)
+            even = hidden.all(-1, keepdim=True) & most.isfinite()
+            if even.any() and not sinks:
+                if seen.dtype == torch.float16 and (even & (seen < most) & seen.isfinite()).any():
+                    raise UnreadableMask("a mask that hides keys by several numbers of float16")
+                least[:, at : at + step] = torch.where(even, most, 0)[..., 0]
+                hidden &= ~even | (seen != most)
             seen = ~hidden
         bits = seen.to(torch.uint8)
         count = bits.sum(-1, dtype=torch.int64)
@@ -97,7 +123,7 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
         row, query = (int(at) for at in np.unravel_index(gaps.argmax(), gaps.shape))
         shows = f"{count_[row, query]} of keys {low[row, query]} to {high[row, query] - 1}"
         raise UnreadableMask("a mask with holes", f" (mask[{row}, 0, {query}] shows {shows})")
-    return low, high
+    return low, high, least.cpu().numpy()
 
 
 def _parts(low: np.ndarray, high: np.ndarray) -> list[Part]:

@@ -34,16 +34,7 @@ def masked(
     """
     seqlen = 2 if heads_first else 1
     rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
-    if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
-        padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
-        what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
-        raise UnreadableMask(what, padding if mask.shape == (rows, keys) else "")
-    if mask.shape[0] not in (1, rows):
-        raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
-    if alibi_slopes is not None:
-        raise BatchError(
-            "alibi_slopes beside a mask: positions are not known; leave one of them out"
-        )
+    _check(mask, rows, queries, keys, alibi_slopes)
     flat_keys, flat_values, apart = keys_as_tokens(key, value, heads_first)
     flat, between = as_tokens(query, heads_first)
     if between != queries:
@@ -53,7 +44,11 @@ def masked(
     lse = None
     if options.needs_lse:
         lse = flat.new_full((rows * queries, heads), -torch.inf, dtype=torch.float32)
-    for part in read(mask, rows, queries):
+    reading = read(mask, rows, queries, sinks=sinks is not None)
+    least = None if reading.least is None else reading.least.to(flat.device)[:, None]
+    if least is not None and reading.even:
+        flat = flat * (least == 0)[..., None]  # a product, so that NaN stays
+    for part in reading.parts:
         causal, window, right = part.kind
         wanted = options._replace(causal=causal, sliding_window=window, window_right=right)
         group = group_for_call(
@@ -69,11 +64,26 @@ def masked(
         out[at], part_lse = run_plan(step, flat[at], flat_keys, flat_values, sinks=sinks)
         if lse is not None and part_lse is not None:
             lse[at] = part_lse
+    if lse is not None and least is not None:
+        lse = lse + least
     out = out.view(rows, queries, heads, v_size)
     lse = None if lse is None else lse.view(rows, queries, heads)
     if heads_out:
         return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     return out, lse
+
+
+def _check(mask: Tensor, rows: int, queries: int, keys: int, alibi_slopes: Tensor | None) -> None:
+    if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
+        padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
+        what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
+        raise UnreadableMask(what, padding if mask.shape == (rows, keys) else "")
+    if mask.shape[0] not in (1, rows):
+        raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
+    if alibi_slopes is not None:
+        raise BatchError(
+            "alibi_slopes beside a mask: positions are not known; leave one of them out"
+        )
 
 
 def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,15 @@ OTHER_CHIP = 0.5
 
 @dataclass(frozen=True)
 class Entry:
-    """A model, the layers that it covers, and why it is stale on this machine, if it is."""
+    """A model, the layers that it covers, and why it is stale on this machine, if it is.
+
+    `row`: the entry as the table has it.
+    """
 
     layer: tuple[tuple[str, Any], ...]
     model: TimingModel
     stale: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def speaks_of(self, spec: LayerSpec) -> bool:
         """Whether the model is for layers of this one's class. A field that is null is one they lack."""
@@ -324,7 +328,7 @@ def read_table(path: Path) -> TimingTable:
             problems.append(f"models[{index}]: {describe(error)}")
             continue
         reason = next((stale[name] for name in of if name in stale), "")
-        entries.append(Entry(layer, model, reason))
+        entries.append(Entry(layer, model, reason, entry))
     return TimingTable(
         str(path),
         str(device.get("platform")),

@@ -107,6 +107,10 @@ class Backend(Loaded):
         super().__init__(spec, cache, device)
         self.workspaces = Workspaces()
 
+    reads_tensors: ClassVar[bool] = True
+    """Whether `plan` with `reuse` reads the batch's tensors. If not, a replay plans before it copies
+    them, and copies the lengths and the plan's numbers together."""
+
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile the kernels of the phases, so that no step waits for a compiler.
 
@@ -124,8 +128,9 @@ class Backend(Loaded):
 
         Args:
             batch: the sequences.
-            reuse: an earlier plan of this backend that a captured graph reads: the new plan must hold the
-                step in that one's buffers. A plan that reads the batch's own tensors alone can ignore it.
+            reuse: an earlier plan of this backend that a captured graph reads: that one's buffers must
+                hold the step, by `batch.upload`. What is returned runs the step, too, and may be
+                `reuse`. A plan that reads the batch's own tensors alone can ignore it.
 
         """
         return Plan(batch)

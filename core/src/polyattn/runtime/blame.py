@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyattn.errors import PolyattnError
+from polyattn.errors import PolyattnError, shown
 from polyattn.runtime.backend import Loaded
 
 
@@ -30,6 +30,7 @@ def blame(error: Exception, step: Any) -> None:
     name = f"{type(raised).__module__}.{type(raised).__qualname__}"
     phases = [f"{call.name} for {call.phase}" for call in step.calls if call.backend is raised]
     error.add_note(
-        f"polyattn: raised by {', '.join(phases) or name}, of {raised.spec}. POLYATTN_CHECKS=1 checks "
+        f"polyattn: raised by {', '.join(phases) or name}, of {raised.spec}, in a step of query_lens="
+        f"{shown([*step.batch.query_lens])}, lens={shown([*step.batch.lens])}. POLYATTN_CHECKS=1 checks "
         "the lengths and tables of each step; POLYATTN_BACKEND=NAME tries another backend"
     )

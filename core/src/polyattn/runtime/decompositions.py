@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.runtime.program import Call, Rows
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import expand, with_a_column
@@ -29,6 +31,26 @@ class Phases:
 
     decode: Part | None
     prefill: Part | None
+
+    def of(self, call: Call) -> Batch:
+        """Return the rows that a captured call takes.
+
+        Args:
+            call: of phase `"decode"` or `"prefill"`.
+
+        Raises:
+            BatchError: it was captured for other ones.
+
+        """
+        part = self.decode if call.phase == "decode" else self.prefill
+        wanted = call.plan.batch
+        if part is None or part.batch.num_tokens != wanted.num_tokens:
+            has = "none" if part is None else f"{part.batch}"
+            raise BatchError(
+                f"the step has {has} for {call.phase}, where {wanted} was captured; capture a graph for "
+                "each kind of step"
+            )
+        return part.batch
 
 
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
@@ -70,11 +92,11 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
 
 
 def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
-    """Split a step of a `dense_context` layer by whole prompts that see more than their window.
+    """Split a step of a `dense_context` layer by whole prompts that see more than their window or chunk.
 
     Returns these and the rest; None twice if there are no such prompts.
     """
-    within = spec.sliding_window or 0
+    within = min(n for n in (spec.sliding_window, spec.chunk_size) if n)
     if batch.max_query_len <= within:
         return None, None
     lens = zip(batch.query_lens, batch.lens, strict=True)
@@ -128,26 +150,36 @@ def part_of(batch: Batch, seqs: list[int]) -> Part:
 
 
 def planned_call(
-    cache: CacheFormat | None,
-    phase: str,
-    name: str,
-    backend: Any,
-    part: Part,
-    earlier: Call | None = None,
+    cache: CacheFormat | None, phase: str, name: str, backend: Any, part: Part
 ) -> Call:
     """Return a backend's call for a part of a step.
 
-    `cache` is the group's, or None if the backend walks no blocks of it. `earlier` is the captured
-    call, whose plan and block table then hold this step.
+    `cache` is the group's, or None if the backend walks no blocks of it.
     """
-    batch, size = part.batch, None
+    size = None
+    if cache is not None and backend.cache.block_size != cache.block_size:
+        size = backend.cache.block_size
+    batch = _walked(part.batch, cache, size)
+    return Call(phase, name, backend, backend.plan(batch), part.rows, size)
+
+
+def refill_call(cache: CacheFormat | None, call: Call, batch: Batch) -> None:
+    """Write a later step's rows into a captured call's plan and block table; `cache` as planned."""
+    batch = _walked(batch, cache, call.block_size, call.plan.batch.block_table)
+    call.backend.plan(batch, call.plan)
+
+
+def _walked(
+    batch: Batch, cache: CacheFormat | None, size: int | None, into: Tensor | None = None
+) -> Batch:
+    """Return rows as a backend walks them: in blocks of `size` tokens, or the cache's where it is None.
+
+    `into`: a captured call's block table.
+    """
     if batch.shared_prefix is not None:  # a shared prefix must be requested
         batch = batch.with_shared_prefix(None)
     if batch.block_table is not None and not batch.block_table.shape[1]:
         batch = with_a_column(batch)
-    if cache is not None and backend.cache.block_size != cache.block_size:
-        size = backend.cache.block_size
-        into = None if earlier is None else earlier.plan.batch.block_table
-        batch = expand(batch, cache, size, into)
-    plan = backend.plan(batch, None if earlier is None else earlier.plan)
-    return Call(phase, name, backend, plan, part.rows, size)
+    if cache is None or size is None:
+        return batch
+    return expand(batch, cache, size, into)

@@ -63,8 +63,19 @@ class StepPlanner(ABC):
         """Check that a step has what the layers need, eager or replayed. Raises `BatchError`."""
 
     @abstractmethod
-    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
+    def plan(self, batch: Batch) -> StepPlan:
         """Return the calls and merges of a step that `check` accepts. Raises `BatchError`."""
+
+    @abstractmethod
+    def refill(self, step: Any, batch: Batch) -> None:
+        """Write a step that `check` accepts into what an earlier plan's launches read.
+
+        Its calls stay as they are. Raises `BatchError` where the step is of another kind.
+        """
+
+    def reads_tensors(self, step: Any) -> bool:
+        """Whether `refill` reads the batch's tensors, which must hold the step then."""
+        return True
 
     def note(self, step: StepPlan, call: Call) -> str:
         """Return the details of a call in `StepPlan.explain`, after its line."""
@@ -265,28 +276,36 @@ class LayerGroup:
 
         Args:
             batch: the step's sequences.
-            reuse: the plan that a captured graph reads; the new plan then holds this step in its
-                buffers.
+            reuse: the plan that a captured graph reads, which then holds this step.
 
         Returns:
-            The plan, a value that any of the group's layers runs.
+            The plan, a value that any of the group's layers runs; `reuse`, if there is one.
 
         Raises:
             BatchError: the batch doesn't fit the group's layers.
 
         """
         self.check(batch)
-        if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
-            raise BatchError("reuse= is a plan of another group; pass the plan that was captured")
+        if reuse is not None:
+            if not isinstance(reuse, StepPlan) or reuse.group is not self:
+                raise BatchError(
+                    "reuse= is a plan of another group; pass the plan that was captured"
+                )
+            read = reuse.batch
+            if (batch.num_seqs, batch.num_tokens) != (read.num_seqs, read.num_tokens):
+                raise BatchError(f"{batch} can't go where {read} was captured; pad it to that")
+            with on_the_host():
+                self.planner.refill(reuse, batch)
+            return reuse
         if self._waits:
             self.finish_builds()
         began = time.perf_counter()
         with on_the_host():
-            step = self.planner.plan(batch, reuse)
-        if self.plan_checks is None:
-            return step
-        seconds = time.perf_counter() - began
-        self.plan_checks(step, reuse, seconds)
+            step = self.planner.plan(batch)
+        if batch.staging is not None:
+            batch.staging.send()
+        if self.plan_checks is not None:
+            self.plan_checks(step, time.perf_counter() - began)
         return step
 
     def check(self, batch: Batch) -> None:

@@ -27,23 +27,18 @@ class PlanChecks:
         self.share, self.planned, self.spent = share, 0.0, 0.0
         self.plans = self.checked = 0
 
-    def __call__(self, step: Any, captured: Any, seconds: float) -> None:
-        """Check a `StepPlan` that took `seconds` to plan. Raises `PluginError`.
-
-        `captured`: the captured step in whose buffers it lies; None where it isn't replayed.
-        """
+    def __call__(self, step: Any, seconds: float) -> None:
+        """Check a `StepPlan` that took `seconds` to plan. Raises `PluginError`."""
         self.planned += seconds
         if self.plans and self.spent > self.share * self.planned:
             return
         began = time.perf_counter()
-        held = {call.phase: call.plan for call in captured.calls} if captured else {}
         check_calls(step)
         for call in step.calls:
             shared = getattr(call.plan, "merged", None)  # a decode whose rows share blocks
             for each in (call,) if shared is None else shared.calls:
                 self.plans += 1
-                plan = held.get(each.phase, each.plan)
-                self.checked += check_plan(each.backend, plan, each.plan.batch)
+                self.checked += check_plan(each.backend, each.plan, each.plan.batch)
         self.spent += time.perf_counter() - began
 
 

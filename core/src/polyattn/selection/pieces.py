@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,9 +92,9 @@ def total(numbers: Ints) -> int:
     return int(np.add.reduce(numbers))
 
 
-def largest(numbers: Ints) -> int:
-    """Return the largest: by its place, in a fifth of the time that `max` takes."""
-    return numbers.item(numbers.argmax())
+def largest(numbers: npt.NDArray[np.integer[Any]]) -> int:
+    """Return the largest, 0 of none: by its place, in a fifth of the time that `max` takes."""
+    return int(numbers.item(numbers.argmax())) if len(numbers) else 0
 
 
 EACH: Ints = np.ones(1, np.int64)

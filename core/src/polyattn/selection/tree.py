@@ -318,7 +318,7 @@ def _judge(
         judged.append(
             Verdict(
                 info.name, phase, priority.score, rejections, priority.why, proof.value, info.build, runs,
-                "" if record is None else f"{record.text} in {record.path}",
+                "" if record is None else f"{record.text}, {record.name}",
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))

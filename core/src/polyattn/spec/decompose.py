@@ -251,8 +251,8 @@ def asked_phase(spec: LayerSpec, phase: str) -> str:
 
 
 def dense(spec: LayerSpec) -> LayerSpec:
-    """Return the layer that computes a whole prompt under `dense_context`: without its window."""
-    return spec.replace(dense_context=False, sliding_window=None, sink_tokens=0)
+    """Return the layer that computes a whole prompt under `dense_context`: it sees all its keys."""
+    return spec.replace(dense_context=False, sliding_window=None, sink_tokens=0, chunk_size=None)
 
 
 def windowed(spec: LayerSpec) -> LayerSpec:

@@ -195,10 +195,14 @@ INDEX_FORMS = {
     "index_pool": "candidates of several entries",
     "index_within": "candidates that another indexer chose",
     "index_part": "a budget that is a part of the candidates",
+    "index_entries": "entries of several tokens",
+    "index_forced": "candidates that are chosen before all others",
+    "index_sum": "heads that are summed without weights",
+    "index_signed": "scores without a ReLU",
     "index_fp8_e4m3": "index keys in e4m3",
     "index_fp8_scaled": "index keys in e4m3 with a scale each",
 }
-"""Features that an indexer's backend must claim, each with its meaning. All backends have the rest."""
+"""What an indexer's backend must claim beside DeepSeek-V3.2's indexer, which each has; its meaning."""
 INDEX_CACHES = ("auto", "fp8_e4m3", "fp8_scaled")
 ACTIVATIONS = ("relu", "none")
 FOLDS = ("weighted", "sum", "none")
@@ -297,6 +301,10 @@ class IndexerSpec(Named):
             "index_pool": self.pool > 1,
             "index_within": self.within is not None,
             "index_part": isinstance(self.budget, float),
+            "index_entries": self.tokens_per_entry > 1,
+            "index_forced": self.forced_first + self.forced_last > 0,
+            "index_sum": self.fold == "sum",
+            "index_signed": self.activation == "none",
             f"index_{self.cache_dtype}": self.cache_dtype != "auto",
         }
         return frozenset(name for name, asked in asks.items() if asked)

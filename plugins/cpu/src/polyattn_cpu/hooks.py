@@ -195,7 +195,8 @@ NATIVE_INDEX = BackendInfo(
         phases=names("index"),
         features=Capabilities.features | {"batch_invariant", "step_invariant"},
         indexes=names(
-            "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
+            "index_heads index_pool index_within index_part index_entries index_forced index_sum "
+            "index_signed index_fp8_e4m3 index_fp8_scaled"
         ),
     ),
     priorities=(Priority(score=100, why="reads each index key once; ranks while it scores"),),

@@ -61,6 +61,7 @@ class FlashAttention3(AttentionBackend):
     """A packed ragged batch; the number of splits is fixed where graphs are captured."""
 
     name: ClassVar[str] = "FLASH_ATTN_V3"
+    reads_tensors = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)

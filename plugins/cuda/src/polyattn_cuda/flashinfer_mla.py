@@ -112,7 +112,8 @@ class CutlassMLA(LatentAdapter):
 
     def run(self, plan: Plan, frame: Frame) -> None:
         assert isinstance(plan, LatentPlan) and frame.cache is not None and frame.lse is None
-        rows = frame.cache.key[:, :, 0]
+        rows, table = frame.cache.key[:, :, 0], plan.batch.block_table
+        assert table is not None
         self.wrapper.run(
             frame.query[..., : self.rank],
             frame.query[..., self.rank :],
@@ -120,7 +121,7 @@ class CutlassMLA(LatentAdapter):
             rows[..., self.rank :],
             out=frame.out,
             kv_len=plan.batch.seq_lens,
-            page_table=plan.batch.block_table,
+            page_table=table.contiguous(),
         )
         blank(plan.empty, frame.out, frame.lse)
 

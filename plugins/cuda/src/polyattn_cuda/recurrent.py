@@ -195,8 +195,11 @@ class MambaSSM(SlotStates):
         assert self.spec.recurrent is not None
         params, states = frame.params, frame.states
         x, initial = plan.take(frame.inputs), plan.initial(states)
-        # Within a chunk it takes exp(min(0, .)) of what lies between two tokens: none may grow.
-        if bool((params["A"] > 0).any()):
+        # Within a chunk it takes exp(min(0, .)) of what lies between two tokens: none may grow. A
+        # negative step counts as 0.
+        soft = self.spec.recurrent.dt_softplus
+        negative = not soft and bool((step_size(x["dt"], params, softplus=False) < 0).any())
+        if negative or bool((params["A"] > 0).any()):
             plan.put(frame, self._by_token(plan, x, params, states))
             return
         result = torch.empty_like(x["x"])

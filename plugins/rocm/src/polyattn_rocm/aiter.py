@@ -1,4 +1,4 @@
-"""ROCM_ATTN: AITER's varlen kernel over pages or given keys, its paged attention for decode."""
+"""ROCM_ATTN: AITER's varlen kernel over gathered pages or given keys, its paged attention for decode."""
 
 from __future__ import annotations
 
@@ -28,10 +28,22 @@ PARTITION = 256
 
 
 class AiterPlan(KeysPlan):
-    """`decode`: by the paged kernel."""
+    """`decode`: by the paged kernel. Else `slots`, where the cache has each key, of a layer with one.
 
-    __slots__ = ("decode",)
+    Of pages the varlen function reads only those of 128 tokens, and its assembly none at all: it takes
+    no notice of the table (`fmha_v3_varlen_fwd`, csrc/py_itfs_cu/asm_mha_varlen_fwd.cu).
+    """
+
+    __slots__ = ("decode", "slots")
     decode: bool
+    slots: Tensor
+
+    def keys(self, frame: Frame) -> tuple[Tensor, Tensor]:
+        cache = frame.cache
+        if cache is None:
+            return super().keys(frame)
+        at = self.slots // cache.block_size, self.slots % cache.block_size
+        return cache.key[at], cache.value[at]
 
 
 class AiterAttention(AttentionBackend):
@@ -53,6 +65,12 @@ class AiterAttention(AttentionBackend):
         plan.decode = cached and batch.all_decode and not self.spec.needs_lse
         if plan.decode:
             self._size_workspace(batch)
+        elif self.cache is not None:
+            whole = Batch.from_lens(
+                batch.lens, batch.lens, batch.block_table, self.cache.block_size
+            )
+            assert whole.slot_mapping is not None
+            plan.slots = whole.slot_mapping
         return plan
 
     def _size_workspace(self, batch: Batch) -> None:
@@ -79,15 +97,15 @@ class AiterAttention(AttentionBackend):
         spec, batch, out = self.spec_of(plan.batch), plan.batch, frame.out
         key, value = plan.keys(frame)
         window, slopes = window_sizes(spec), frame.params.alibi_slopes
-        if window == (0, 0) and slopes is None:
+        if window == (0, 0) and slopes is None and not spec.logit_soft_cap:
             # AITER reads this as no window, and its assembly has a causal mask or none (`swa` in
-            # `_flash_attn_varlen_forward`, aiter/ops/mha.py). Slopes, though 0, lead to CK's kernels.
+            # `_flash_attn_varlen_forward`, aiter/ops/mha.py). A cap leads to CK's kernels, and so do
+            # slopes, though 0.
             slopes = torch.zeros(spec.num_heads, dtype=torch.float32, device=self.torch_device)
         result = flash_attn_varlen_func(
             frame.query, key, value, batch.query_start_loc, plan.key_starts, plan.longest,
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
-            causal=spec.causal, window_size=window, alibi_slopes=slopes,
-            return_lse=True, block_table=None if frame.cache is None else batch.block_table, out=out,
+            causal=spec.causal, window_size=window, alibi_slopes=slopes, return_lse=True, out=out,
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own
             frame.set_out(result[0])
@@ -98,9 +116,11 @@ class AiterAttention(AttentionBackend):
 
         spec, batch, params = self.spec, plan.batch, frame.params
         quantized = cache.key.dtype.itemsize == 1
+        assert batch.block_table is not None
         paged_attention_v1(
             frame.out, self._workspace, frame.query.contiguous(), cache.key, cache.value, spec.scale,
-            batch.block_table, None, batch.seq_lens, batch.max_seq_len, params.alibi_slopes,
+            batch.block_table.contiguous(),  # the kernel goes by the number of its columns
+            None, batch.seq_lens, batch.max_seq_len, params.alibi_slopes,
             "fp8" if quantized else "auto", "NHD", spec.logit_soft_cap or 0.0,
             self._scale(params.k_scale), self._scale(params.v_scale), None, PARTITION, 1,
             spec.sliding_window or 0,

@@ -59,8 +59,8 @@ class CkFlashAttention(AttentionBackend):
         result, lse, _ = flash_attn_varlen_func(
             frame.query, key, value, batch.query_start_loc, plan.key_starts, plan.longest,
             batch.max_seq_len, softmax_scale=spec.scale, causal=spec.causal,
-            window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
-            alibi_slopes=frame.params.alibi_slopes, return_attn_probs=True,
+            window_size=window_sizes(spec), alibi_slopes=frame.params.alibi_slopes,
+            return_attn_probs=True,
             block_table=None if cache is None else batch.block_table,
         )  # fmt: skip
         frame.set_out(result)
@@ -74,8 +74,8 @@ class CkFlashAttention(AttentionBackend):
         result, lse = flash_attn_with_kvcache(
             rows.spread(frame.query), cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, softmax_scale=spec.scale, causal=spec.causal,
-            window_size=sizes(spec), softcap=spec.logit_soft_cap or 0.0,
-            alibi_slopes=frame.params.alibi_slopes, return_softmax_lse=True,
+            window_size=sizes(spec), alibi_slopes=frame.params.alibi_slopes,
+            return_softmax_lse=True,
         )  # fmt: skip
         frame.set_out(rows.collect(result))
         store_lse(frame.lse, rows.collect(lse.transpose(1, 2)).T)

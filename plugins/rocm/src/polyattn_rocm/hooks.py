@@ -26,20 +26,20 @@ CK = Capabilities(
     platforms={"rocm": ("gfx90a", "gfx942", "gfx950")},
     roles=frozenset(Role),
     cached=frozenset({True, False}),
-    features=names("causal non_causal gqa sliding_window logit_soft_cap alibi lse"),
+    features=names("causal non_causal gqa sliding_window alibi lse"),
 )
 """What Composable Kernel computes, through any wrapper."""
 
 ROCM_ATTN = BackendInfo(
     name="ROCM_ATTN",
     aliases=("AITER", "ROCM_AITER_FA"),
-    summary="Composable Kernel attention through AITER: paged varlen prefill, paged decode",
+    summary="Composable Kernel attention through AITER: prefill of gathered pages, paged decode",
     path="polyattn_rocm.aiter:AiterAttention",
     probe="polyattn_rocm.providers:aiter_ready",
-    requires=("amd-aiter>=0.1.5",),
+    requires=("amd-aiter>=0.1.8",),
     install="pip install amd-aiter",
     capabilities=CK.but(
-        adds="fp8_e4m3",
+        adds="fp8_e4m3 logit_soft_cap",
         platforms={"rocm": ("gfx942", "gfx950")},
         fp8_formats=names("fnuz ocp"),
         head_sizes=one_of(64, 128, 256),
@@ -49,7 +49,12 @@ ROCM_ATTN = BackendInfo(
         excludes=(
             (names("lse decode"), "its paged decode returns no LSE"),
             SYMMETRIC_ALIBI,
-            (names("fp8_e4m3 prefill"), "its paged prefill reads only caches of the query's dtype"),
+            (names("fp8_e4m3 prefill"), "its prefill reads only keys of the query's dtype"),
+            (names("alibi logit_soft_cap"), "its kernels cap scores after ALiBi's bias, or never"),
+            (
+                names("logit_soft_cap sliding_window decode"),
+                "its decode caps the scores of hidden keys, too, so that they count",
+            ),
         ),
     ),
     priorities=(
@@ -72,6 +77,7 @@ ROCM_FLASH_ATTN = BackendInfo(
         block_sizes=multiples(256),
         preferred_block_size=256,
         excludes=(SYMMETRIC_ALIBI,),
+        remedies={"logit_soft_cap": "this build of flash-attn takes softcap= and ignores it"},
     ),
     priorities=(
         Priority(score=75, phase="prefill", why="Composable Kernel, for machines without AITER"),

@@ -21,9 +21,9 @@ from dataclasses import replace
 
 import numpy as np
 import triton
-from polyattn.kernel import Batch, BatchError, CacheFormat, Device, Invariance, LayerSpec, Plan
+from polyattn.kernel import Batch, BatchError, CacheFormat, Device, Invariance, LayerSpec
 
-from polyattn_triton.launch import Merge, sent, staged
+from polyattn_triton.launch import Merge
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.schedule import ROOM, Ints, Tiles, launches_of, most_keys, segments
@@ -123,10 +123,8 @@ class AlikeAttention(PlannedAttention):
         if spec.batch_invariant and (spec.stored_dtype, spec.qkv_dtype) != (spec.dtype, "auto"):
             self.hopper = None
 
-    def plan_alike(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
+    def plan_alike(self, batch: Batch) -> AttentionPlan:
         """Plan a launch for each class of requests: the first one holds the others."""
-        if isinstance(reuse, AttentionPlan):
-            return self._plan_into(batch, reuse)
         if self.any_step:
             return self._plan_any_step(batch)
         which = self.classes(batch)
@@ -140,19 +138,19 @@ class AlikeAttention(PlannedAttention):
         launches[0].others = launches[1:]
         return launches[0]
 
-    def _plan_into(self, batch: Batch, captured: AttentionPlan) -> AttentionPlan:
-        """Plan decodes into a captured step's launches: of their programs, some have no piece.
+    def refill(self, plan: AttentionPlan, batch: Batch) -> AttentionPlan:
+        """Write decodes into a captured step's launches: of their programs, some have no piece.
 
         They were planned for the longest sequences.
         """
-        launches = []
-        for one in (captured, *captured.others):
-            launches.append(copy(one))
-            launches[-1].batch = batch
-            tiles = self._tiles(launches[-1])
-            self._plan_pieces(launches[-1], tiles, self._piece_of(one, tiles), one)
-        launches[0].others = launches[1:]
-        return launches[0]
+        if not self.spec.batch_invariant:
+            return super().refill(plan, batch)
+        for one in (plan, *plan.others):
+            later = copy(one)
+            later.batch = batch
+            tiles = self._tiles(later)
+            self._plan_pieces(later, tiles, self._piece_of(one, tiles), one)
+        return plan
 
     def _is_captured(self, batch: Batch) -> bool:
         """Whether a graph may run a step's plan for other lengths: a decode's."""
@@ -230,7 +228,7 @@ class AlikeAttention(PlannedAttention):
             if plan.at_once and hopper is not None:
                 costs = tiles.keys[order] + self.rates.item
                 plan.at_once = hopper.heads_at_once(batch.host_lens[mine].tolist(), costs)
-            self._one_each(plan, tiles, order, None)
+            self._one_each(plan, tiles, order)
         else:
             plan.way, plan.rows = "pieces", plan.config.block_m
             return self._in_pieces(plan, tiles, one=portable)
@@ -312,9 +310,7 @@ class AlikeAttention(PlannedAttention):
                 self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
-        host = staged(dealt.size(tiles), self.torch_device)
-        dealt.work(tiles, host.numpy())
-        plan.work = sent(host, self.torch_device, before)
+        plan.work = plan.batch.upload(dealt.work(tiles), before)
         self._keep(plan)
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:

@@ -73,6 +73,7 @@ class TritonAttention(AlikeAttention):
     """Decode and prefill; kernels are specialised for the strides of their tensors."""
 
     name: ClassVar[str] = "TRITON_ATTN"
+    reads_tensors = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
@@ -103,8 +104,14 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
+        planner = self if reuse is None else self._planner(reuse)
+        if isinstance(reuse, AttentionPlan):
+            return planner.refill(reuse, batch)
+        if isinstance(reuse, PrefixPlan):
+            assert planner.prefixes is not None
+            return planner.prefixes.plan(batch, reuse)
         longest = self.all_seen
-        if longest and reuse is None and batch.max_query_len <= longest >= batch.max_seq_len:
+        if longest and batch.max_query_len <= longest >= batch.max_seq_len:
             plan = self.windowless.plan(batch)
             assert isinstance(plan, StepPlan)
             plan.windowless = True
@@ -112,7 +119,7 @@ class TritonAttention(AlikeAttention):
         if self.exact is not None:
             return self.exact.plan(self.spec_of(batch), batch)
         if self.spec.batch_invariant:
-            return self.plan_alike(batch, reuse)
+            return self.plan_alike(batch)
         planned = batch.all_decode or not self.spec.graph_capture
         if batch.shared_prefix is not None and planned and self.in_one_tile:
             if self.prefixes is None:
@@ -120,8 +127,8 @@ class TritonAttention(AlikeAttention):
                 self.prefixes = PrefixLauncher(
                     self.spec, self.cache.block_size, self.device, self.num_sms, self.workspace
                 )
-            return self.prefixes.plan(batch, reuse)
-        return self.plan_rows(batch, reuse)
+            return self.prefixes.plan(batch)
+        return self.plan_rows(batch)
 
     @cached_property
     def windowless(self) -> TritonAttention:

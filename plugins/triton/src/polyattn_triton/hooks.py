@@ -332,7 +332,8 @@ TRITON_INDEX = declared(
         head_sizes=multiples(4, high=128),
         features=Capabilities.features | {"batch_invariant", "step_invariant"},
         indexes=names(
-            "index_heads index_pool index_within index_part index_fp8_e4m3 index_fp8_scaled"
+            "index_heads index_pool index_within index_part index_entries index_forced index_sum "
+            "index_signed index_fp8_e4m3 index_fp8_scaled"
         ),
         excludes=NO_E4M3_KEYS,
     ),

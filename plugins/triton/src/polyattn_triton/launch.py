@@ -17,10 +17,8 @@ from math import gcd
 from operator import or_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 from polyattn.kernel import arch_matches, at_least
 from torch import Tensor
 from triton import knobs
@@ -183,33 +181,6 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
     # torch for ROCm names the block's alone: there it is the multiprocessor's.
     held: int = getattr(gpu, "shared_memory_per_multiprocessor", gpu.shared_memory_per_block)
     return max(1, min(most, held // (needed + 1024)))
-
-
-def staged(size: int, device: torch.device) -> Tensor:
-    """Return a host buffer, int32 (size,), for a plan's numbers; `sent` doesn't wait for it."""
-    return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-
-
-def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0) -> Tensor:
-    """Copy a plan's numbers to the device without waiting, into an existing buffer.
-
-    A new buffer has `room` elements at least, for what later steps plan into it.
-    """
-    if into is None and room > len(host):
-        into = torch.zeros(room, dtype=torch.int32, device=device)
-    if into is None:
-        return host.to(device, non_blocking=True)
-    into[: len(host)].copy_(host, non_blocking=True)
-    return into
-
-
-def to_device(
-    array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
-) -> Tensor:
-    """Copy a plan's numbers that lie elsewhere, likewise."""
-    host = staged(len(array), device)
-    host.numpy()[:] = array
-    return sent(host, device, into, room)
 
 
 class Workspace:

@@ -39,7 +39,6 @@ from polyattn_triton.launch import (
     merge_options,
     multiprocessors,
     power,
-    to_device,
 )
 from polyattn_triton.plan import LatentPlan, Way
 from polyattn_triton.reading import latent_reads
@@ -185,9 +184,7 @@ class Kernels:
         order = None if cuts else whole(tiles.keys, programs, RATES)
         if order is not None:
             work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-            return LatentPlan(
-                batch, Way(False, few), count, to_device(work, self.torch_device, before)
-            )
+            return LatentPlan(batch, Way(False, few), count, batch.upload(work, before))
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         if roles:
             rates = FEW_HEADS_RATES if few_heads else RATES if halves else ROLES_RATES
@@ -205,7 +202,7 @@ class Kernels:
             batch,
             Way(True, few),
             programs,
-            to_device(work, self.torch_device, before, room),
+            batch.upload(work, before, room),
             Merge(programs, *cut, narrow=roles and self.bytes)
             if self.spec.graph_capture or dealt.parts > 1
             else None,
@@ -222,7 +219,7 @@ class Kernels:
         for some in launches_of(ends, ROOM // (8 * height * (self.rank + 1))):
             mine = Tiles(tiles.seq[some], tiles.row[some], tiles.keys[some])
             dealt = segments(mine.keys, each)
-            work = to_device(dealt.work(mine), self.torch_device, None)
+            work = batch.upload(dealt.work(mine))
             merging = None
             if dealt.parts > 1:  # as many at a time whatever other tiles have
                 merging = Merge(dealt.programs, len(some), dealt.parts, alike=1)
@@ -347,6 +344,7 @@ class TritonMLA(AttentionBackend):
     """Absorbed decode over the latent cache, of one query token a sequence or a few."""
 
     name: ClassVar[str] = "TRITON_MLA"
+    reads_tensors = False
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)

@@ -16,11 +16,11 @@ from polyattn.kernel import (
     CacheFormat,
     Device,
     LayerSpec,
-    Plan,
     all_seen,
     current_settings,
     over_chosen_pages,
     storage_dtype,
+    upload,
 )
 from torch import Tensor
 
@@ -36,9 +36,6 @@ from polyattn_triton.launch import (
     fitting,
     launches_early,
     multiprocessors,
-    sent,
-    staged,
-    to_device,
 )
 from polyattn_triton.listing import Lister
 from polyattn_triton.plan import AttentionPlan
@@ -150,7 +147,6 @@ class PlannedAttention(AttentionBackend):
     def plan_rows(
         self,
         batch: Batch,
-        reuse: Plan | None = None,
         portable: bool = False,
         uncut: bool = False,
         cut: bool = False,
@@ -164,23 +160,38 @@ class PlannedAttention(AttentionBackend):
         batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
         plan.chosen = chosen is not None
-        before = reuse.work if isinstance(reuse, AttentionPlan) else None
         # A captured graph reads the capture's lists, whatever a later step's masks show.
-        eager = reuse is None and not self.spec.graph_capture
+        eager = not self.spec.graph_capture
         lister = self.lister if eager and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         captured = table is None or bool(batch.num_contexts)
         if batch.all_decode and not captured and lister is None and self.in_one_tile:
-            self._plan_decode(plan, before)
+            self._plan_decode(plan)
         elif not captured and self._are_few(batch):
-            self._plan_few(plan, before, lister)
+            self._plan_few(plan, lister)
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
-            self._plan_captured(plan, before)
+            self._plan_captured(plan)
         else:
-            self._plan_prefill(plan, before, lister, portable, uncut, cut)
+            self._plan_prefill(plan, lister, portable, uncut, cut)
         self._keep(plan)
+        return plan
+
+    def refill(self, plan: AttentionPlan, batch: Batch) -> AttentionPlan:
+        """Write a later step's work into a captured plan's, whose grid and merge serve any."""
+        rates, tiles = self.rates, None
+        if plan.way == "listed":
+            line, rates = self._line(plan, batch), self.decode_rates
+        elif plan.way in ("few", "pieces"):
+            later = copy(plan)
+            later.batch = batch
+            tiles = self._tiles(later)
+            line = Line.of(tiles.keys, rates.item)
+        else:  # programs find their keys themselves
+            return plan
+        if plan.grid[0]:
+            batch.upload(stretches(line, plan.grid[0], rates).work(tiles), plan.work)
         return plan
 
     def _keep(self, plan: AttentionPlan) -> None:
@@ -254,10 +265,10 @@ class PlannedAttention(AttentionBackend):
         few = batch.num_seqs * heads <= self.num_sms or longest * batch.num_seqs > EVEN * total
         return few and longest > LONG_KEYS and total * heads >= least
 
-    def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
+    def _plan_decode(self, plan: AttentionPlan) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
         if self._is_long(plan.batch):
-            self.of_long._plan_decode(plan, before)
+            self.of_long._plan_decode(plan)
             return
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
@@ -267,8 +278,7 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        item, block = self.decode_rates.item, plan.config.block_n
-        line = Line.of_decodes(spec, batch.host_lens, batch.max_seq_len, block, item)
+        line, item = self._line(plan, batch), self.decode_rates.item
         mean = line.total / batch.num_seqs - item
         if not spec.graph_capture and line.longest - item <= EVEN * mean + 1:
             splits = self.splits(batch)
@@ -277,7 +287,12 @@ class PlannedAttention(AttentionBackend):
                 self._plan_even(plan, splits)
                 return
         plan.way = "listed"
-        self._deal(plan, line, None, before)
+        self._deal(plan, line, None)
+
+    def _line(self, plan: AttentionPlan, batch: Batch) -> Line:
+        """Lay a step's decodes on a line, a tile each."""
+        spec, item, block = self.spec_of(batch), self.decode_rates.item, plan.config.block_n
+        return Line.of_decodes(spec, batch.host_lens, batch.max_seq_len, block, item)
 
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
         """A program for each sequence, KV head and split. The device assigns the keys."""
@@ -328,22 +343,21 @@ class PlannedAttention(AttentionBackend):
         read = int(tiles @ most_keys(self.spec, batch.host_lens, queries)) * self.spec.num_kv_heads
         return read <= self.most_few_keys * self.num_sms
 
-    def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
+    def _plan_few(self, plan: AttentionPlan, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
         spec = self.spec
         rows = min(plan.batch.max_query_len * spec.gqa_ratio, self.tallest_few)
         plan.config = tile_config(spec, self.device.arch, "few", rows)
         if lister is not None:
-            self._plan_tiles(plan, before, lister, cut=True)
+            self._plan_tiles(plan, lister, cut=True)
             return
         plan.way, plan.rows = "few", plan.config.block_m
         tiles = self._tiles(plan)
-        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before)
+        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles)
 
     def _plan_prefill(
         self,
         plan: AttentionPlan,
-        before: Tensor | None,
         lister: Lister | None,
         portable: bool,
         uncut: bool,
@@ -359,21 +373,19 @@ class PlannedAttention(AttentionBackend):
             plan.config = self.prefill_config if plan.fresh else self.paged_config
         if uncut:
             tiles = self._tiles(plan)
-            self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"), before)
+            self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"))
             return
-        self._plan_tiles(plan, before, lister, cut)
+        self._plan_tiles(plan, lister, cut)
 
-    def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
+    def _plan_captured(self, plan: AttentionPlan) -> None:
         """Stretches over pages, as many as a full chip's programs, whatever rows and lengths come."""
         batch, plan.config = plan.batch, self.paged_config
         plan.way, plan.rows = "pieces", plan.config.block_m
         tiles = self._tiles(plan)
         most = batch.num_tokens * self.spec.gqa_ratio // plan.config.block_m + batch.num_seqs
-        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before, most)
+        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, most)
 
-    def _plan_tiles(
-        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, cut: bool = False
-    ) -> None:
+    def _plan_tiles(self, plan: AttentionPlan, lister: Lister | None, cut: bool = False) -> None:
         """Whole tiles, the ones with most keys first, where they end together; else stretches.
 
         `cut`: stretches anyway.
@@ -382,15 +394,15 @@ class PlannedAttention(AttentionBackend):
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return
-        if cut or not self._plan_whole(plan, tiles, before):
+        if cut or not self._plan_whole(plan, tiles):
             plan.way, plan.rows = "pieces", plan.config.block_m
-            self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before)
+            self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles)
         if lister is not None:
             plan.lists = lister.listed(
                 plan.batch, self.spec_of(plan.batch), plan.config, plan.work, len(tiles.keys)
             )
 
-    def _plan_whole(self, plan: AttentionPlan, tiles: Tiles, before: Tensor | None) -> bool:
+    def _plan_whole(self, plan: AttentionPlan, tiles: Tiles) -> bool:
         """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
         heads, resident = self.spec.num_kv_heads, self._resident(plan)
         slots = max(1, resident * self.num_sms // heads)
@@ -402,16 +414,14 @@ class PlannedAttention(AttentionBackend):
             plan.at_once = self.hopper.heads_at_once(
                 plan.batch.lens, tiles.keys[order] + rates.item
             )
-        self._one_each(plan, tiles, order, before)
+        self._one_each(plan, tiles, order)
         return True
 
-    def _one_each(
-        self, plan: AttentionPlan, tiles: Tiles, order: Ints, before: Tensor | None
-    ) -> None:
+    def _one_each(self, plan: AttentionPlan, tiles: Tiles, order: Ints) -> None:
         """Give each tile a program of its own, in this order."""
         plan.way, plan.grid = "prefill", (len(order), self.spec.num_kv_heads, 1)
         work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-        plan.work = to_device(work, self.torch_device, before)
+        plan.work = plan.batch.upload(work)
 
     def _tiles(self, plan: AttentionPlan, most: bool = False) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees.
@@ -453,7 +463,6 @@ class PlannedAttention(AttentionBackend):
         plan: AttentionPlan,
         line: Line,
         tiles: Tiles | None,
-        before: Tensor | None,
         room: int = 0,
     ) -> None:
         """Give a full chip's programs stretches of the tiles, in a buffer that has `room` for more.
@@ -474,10 +483,8 @@ class PlannedAttention(AttentionBackend):
         if captured or dealt.parts > 1:
             cut = (programs, programs) if captured else (count, dealt.parts)
             plan.merging = Merge(programs, *cut)
-        host = staged(dealt.size(tiles), self.torch_device)
-        dealt.work(tiles, host.numpy())
-        space = len(host) + 3 * max(0, room - count)
-        plan.work = sent(host, self.torch_device, before, space)
+        work = dealt.work(tiles)
+        plan.work = plan.batch.upload(work, None, len(work) + 3 * max(0, room - count))
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.places))
 
     def _reserve(self, rows: int, programs: int, beside: int = 0) -> None:
@@ -489,4 +496,4 @@ class PlannedAttention(AttentionBackend):
         """Return where sequences' own keys start, on the device."""
         if batch.block_table is not None or (batch.keys_packed and batch.lens == batch.query_lens):
             return batch.query_start_loc
-        return to_device(np.array(batch.key_starts, np.int32), self.torch_device, None)
+        return upload(np.array(batch.key_starts, np.int32), self.torch_device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.functions.rows import NO_ROWS, Rows
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
-from polyattn_triton.launch import Kept, Site, Workspace, fitting, launches_early, power, to_device
+from polyattn_triton.launch import Kept, Site, Workspace, fitting, launches_early, power
 from polyattn_triton.plan import StepPlan
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
@@ -120,7 +120,7 @@ class PrefixLauncher:
         plan.several, array = not batch.all_decode, work.array
         if plan.several or spec.sliding_window or spec.alibi:
             array = np.concatenate((array, tokens.positions().astype(np.int32)))
-        plan.work = to_device(array, self.torch_device, before)
+        plan.work = batch.upload(array, before)
         plan.places = len(work.array)
         plan.offsets = (work.bounds, work.parts, work.list, work.part_rows)
         plan.table = (table.stride(0), table.shape[1] - 1)

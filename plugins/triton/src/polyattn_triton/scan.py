@@ -186,7 +186,7 @@ class TritonScan(RecurrentBackend):
         if plan.phase != "prefill" or plan.take(reuse):
             return plan
         if self._tile:
-            plan.pieces = Pieces(batch, self._tile, self.torch_device)
+            plan.pieces = Pieces(batch, self._tile)
         elif self._selective is not None:
             plan.config, plan.pieces = self._selective.cut(batch)
         return plan

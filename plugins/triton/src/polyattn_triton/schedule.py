@@ -150,22 +150,14 @@ class Stretches(NamedTuple):
     programs: int
     parts: int
 
-    def size(self, tiles: Tiles | None = None) -> int:
-        """Return how many numbers `work` writes."""
-        more = len(self.line) if tiles is None else 3 * len(self.line) - 2
-        return HEADER + (COLUMNS if tiles is not None else 3) * self.programs + more
-
-    def work(
-        self, tiles: Tiles | None = None, into: NDArray[np.int32] | None = None
-    ) -> NDArray[np.int32]:
+    def work(self, tiles: Tiles | None = None) -> NDArray[np.int32]:
         """Return the kernels' work list, int32: header, columns, the line, sequences, first rows.
 
-        Without `tiles` a tile is a sequence, its first row 0, and those are left out. `into`: where it
-        is written, `size` numbers.
+        Without `tiles` a tile is a sequence, its first row 0, and those are left out.
         """
         line, programs, count = self.line, self.programs, len(self.line) - 1
         begin = HEADER + (COLUMNS if tiles is not None else 3) * programs
-        work = np.empty(self.size(tiles), np.int32) if into is None else into
+        work = np.empty(begin + count + 1 + (0 if tiles is None else 2 * count), np.int32)
         work[:HEADER] = self.share, self.total, self.item, count
         columns = work[HEADER:begin].reshape(-1, programs)
         # A program that begins past the end of the line gets the last tile.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyattn_triton.configs import SELECTIVE, SelectiveConfig
 from polyattn_triton.kernels.selective import selective_kernel
-from polyattn_triton.launch import Launcher, multiprocessors, to_device
+from polyattn_triton.launch import Launcher, multiprocessors
 
 SCHEDULERS = 4
 """Of a multiprocessor, with programs of one warp."""
@@ -129,19 +129,19 @@ class Pieces:
     the last row, which has no slot: their programs end at once.
     """
 
-    def __init__(self, batch: Batch, size: int, device: torch.device):
-        self.size, self._device = size, device
+    def __init__(self, batch: Batch, size: int):
+        self.size = size
         starts = self._starts(batch)
         self.count = len(starts)
         if batch.num_contexts is not None:
             prompts = batch.num_seqs - 1
             self.count = (batch.num_tokens + prompts * (size - 1)) // size
-        self._packed = to_device(self._filled(starts, batch), device, None)
+        self._packed = batch.upload(self._filled(starts, batch))
         self.seq, self.start = self._packed.view(2, -1)
 
     def fill(self, batch: Batch) -> None:
         """Replace the pieces by those of a later step of the same captured room."""
-        to_device(self._filled(self._starts(batch), batch), self._device, self._packed)
+        batch.upload(self._filled(self._starts(batch), batch), self._packed)
 
     def _starts(self, batch: Batch) -> list[tuple[int, int]]:
         counts = batch.query_lens if batch.num_contexts is None else batch.query_lens[:-1]
@@ -173,7 +173,7 @@ class Selective:
         config, size = way_of(
             batch.query_lens, spec.num_heads, self.configs, slots, not spec.batch_invariant
         )
-        return config, Pieces(batch, size, self.device) if size else None
+        return config, Pieces(batch, size) if size else None
 
     def __call__(
         self,

@@ -116,7 +116,7 @@ class TritonTokenScan(RecurrentBackend):
         counts = batch.query_lens
         size = max(LEAST_PIECE, triton.cdiv(sum(counts) * self._programs, self._side))
         if batch.num_seqs * self._programs < self._places and size < max(counts):
-            plan.pieces = Pieces(batch, size, self.torch_device)
+            plan.pieces = Pieces(batch, size)
         return plan
 
     def run(self, plan: ScanPlan, frame: RecurrentFrame) -> None:

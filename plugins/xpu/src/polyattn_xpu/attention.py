@@ -12,9 +12,9 @@ from polyattn.kernel import (
     Plan,
     blank,
     cumulative,
+    decode_window_sizes,
     empty_rows,
     store_lse,
-    window_sizes,
 )
 from torch import Tensor
 
@@ -46,21 +46,25 @@ class VarlenAttention(AttentionBackend):
         scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not batch.num_tokens:
             return
+        table = None
         if cache is not None:
+            assert batch.block_table is not None
+            table = batch.block_table.contiguous()  # its kernels go by the number of columns
             key, value = cache.key, cache.value
             if key.dtype != frame.query.dtype:
                 scales = self._scale(params.k_scale, batch), self._scale(params.v_scale, batch)
         else:
             assert key is not None and value is not None
             key, value = key[batch.key_rows], value[batch.key_rows]
+        # Any bound, even a causal mask's, asks for kernels of windows, of which its wheels have few.
         # Its kernel for single tokens returns no LSE. Where one is asked for, all rows are a prefill's.
         whole = frame.lse is not None
         result = flash_attn_varlen_func(
             frame.query, key, value, max(2 if whole else 1, batch.max_query_len),
             batch.query_start_loc, batch.max_seq_len, cu_seqlens_k=plan.key_starts,
             seqused_k=None if cache is None else batch.seq_lens, softmax_scale=spec.scale,
-            causal=spec.causal, window_size=list(window_sizes(spec)),
-            block_table=None if cache is None else batch.block_table, return_softmax_lse=whole,
+            causal=spec.causal, window_size=list(decode_window_sizes(spec)),
+            block_table=table, return_softmax_lse=whole,
             k_descale=scales[0], v_descale=scales[1], is_mix_batch=not whole,
             s_aux=None if params.sinks is None else params.sinks.to(frame.query.dtype),
         )  # fmt: skip

@@ -194,7 +194,7 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
         return [
             ("64 x 128", spec(4, 64, 1, state_size=128)),
             ("groups", spec(6, 16, 3, state_size=32)),
-            ("odd", spec(3, 24, 1, state_size=20)),
+            ("odd", spec(3, 24, 1, state_size=20, dt_softplus=False)),
             ("gated", spec(6, 24, 3, state_size=32, gated=True)),
         ]
     if kind is AttentionKind.LINEAR:

@@ -32,11 +32,26 @@ def index(case: Case, harness: IndexHarness) -> None:
         backend.run(plans[at], frame)
         for name, held in before.items():
             unchanged(name, getattr(frame, name), held)
-        wrong = (frame.out.cpu() != wanted).nonzero()
-        assert not len(wrong), (
-            f"{harness.backend} chose {frame.out[tuple(wrong[0, :2])].tolist()} for token and choice "
-            f"{wrong[0, :2].tolist()}, not {wanted[tuple(wrong[0, :2])].tolist()}"
-        )
+        chosen = frame.out.cpu()
+        for token, choice in (chosen != wanted).any(2).nonzero()[:1].tolist():
+            scores = reference.scored(case.spec, steps[at].batch, frame, token)[choice]
+            ids = [each[token, choice].tolist() for each in (chosen, wanted)]
+            raise AssertionError(
+                f"{harness.backend} chose {ids[0]} for token {token}, choice {choice}, not {ids[1]}: "
+                + _difference(scores, *([n for n in each if n >= 0] for each in ids))
+            )
+
+
+def _difference(scores: dict[int, float], chosen: list[int], wanted: list[int]) -> str:
+    """Say what is wrong with a token's ids. `scores`: of the candidates that it sees."""
+    if sorted(chosen) == wanted:
+        return "these ids in another order; they ascend, and -1 follows them"
+    if unseen := {*chosen} - {*wanted} - {*scores}:
+        return f"it sees {len(scores)} candidates, and not {min(unseen)}"
+    if problem := reference.ranking_problem(scores, chosen, wanted):
+        return f"it {problem}"
+    other = min({*chosen} - {*wanted})
+    return f"of equal scores, {other}'s is {scores[other]:.6g}, the smaller id is chosen"
 
 
 def index_ranked(case: Case, harness: IndexHarness) -> None:

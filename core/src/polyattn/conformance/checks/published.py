@@ -32,6 +32,9 @@ ROWS = {"decodes": (("context",), 4), "prompts": (("query", "length"), 3)}
 """Rows of a step of pairs."""
 MOST_HEADS = 142
 """Query heads of a layer of pairs: Falcon's group of 71, twice."""
+MOST_SCALED = 64
+"""Scale times head size of a layer of pairs in float32, as T5 has. A sum of products rounds a logit in
+proportion to it: at 256 an honest kernel is off by more than the tolerance."""
 FEW = 3
 """So many of its rows, the shortest, are there again in larger steps."""
 MODES = {"gradients": torch.enable_grad, "none": torch.no_grad, "inference": torch.inference_mode}
@@ -205,6 +208,8 @@ def fits(choice: Choice, most: int) -> bool:
     kv_heads, lie, layout = choice.get("num_kv_heads", 1), choice.get("lie"), choice.get("layout")
     heads, far = kv_heads * choice.get("group", 1), _far(choice)
     if heads > MOST_HEADS:
+        return False
+    if choice.get("dtype") == "float32" and choice.get("scale", 0.0) * size > MOST_SCALED:
         return False
     if choice.get("sink_tokens") and choice.get("sliding_window", 1) is None:
         return False

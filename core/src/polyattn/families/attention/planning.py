@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from polyattn.device import Device
 from polyattn.errors import BatchError
@@ -24,7 +23,14 @@ from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import input_dtype, output_dtype
-from polyattn.runtime.decompositions import Part, by_phase, planned_call, rows_within, whole_prompts
+from polyattn.runtime.decompositions import (
+    Part,
+    by_phase,
+    planned_call,
+    refill_call,
+    rows_within,
+    whole_prompts,
+)
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.inputs import (
     bad_input,
@@ -91,6 +97,10 @@ class Chooser:
                         members[other.name] = Candidate(other, loaded)
             self.chosen[phase] = members[info.name]
         everyone = [c.info for members in self.phases.values() for c in members.values()]
+        self.longest_decode = 1
+        if "decode" in self.chosen:
+            claims = self.chosen["decode"].info.capabilities
+            self.longest_decode = claims.decode_query_lens
         # Backends that may run a step and take padding rows of one query token only.
         self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
         decode = self.chosen.get("decode")
@@ -123,17 +133,13 @@ class Chooser:
         (call,) = by_time.calls(batch.host_query_lens, batch.host_lens)
         return self.phases["decode"][call.name]
 
-    def assign(self, batch: Batch, captured: bool = False) -> list[Assignment]:
-        """Return which backend runs which part of a step over a cache.
-
-        A `captured` step's decodes stay with the capture's backend, whatever the assignment says.
-        """
+    def assign(self, batch: Batch) -> list[Assignment]:
+        """Return which backend runs which part of a step over a cache."""
         by_time = self.by_time if self.models else None
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            decode = self.chosen["decode"] if captured else self.decode(batch)
-            return [("decode", decode.info, Part(batch, None))]
+            return [("decode", self.decode(batch).info, Part(batch, None))]
         calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:
@@ -152,7 +158,7 @@ class Chooser:
         whole = self.mixes and not apart
         if prefill.info == decode.info and whole:
             return [("prefill", prefill.info, Part(batch, None))]
-        phases = by_phase(batch, decode.info.capabilities.decode_query_lens)
+        phases = by_phase(batch, self.longest_decode)
         parts = [
             (phase, info, part)
             for phase, info, part in (
@@ -209,11 +215,18 @@ class TransformOutput(Op):
         frame.out.copy_(self.transforms.changed("output", frame.out, self.places(), inputs))
 
 
+@lru_cache(maxsize=256)
+def _shapes(tokens: int, heads: int, kv_heads: int, size: int, v_size: int) -> tuple[Size, ...]:
+    """Return the shapes of so many tokens' queries, outputs, LSEs, keys and values."""
+    whole = (heads, size), (heads, v_size), (heads,), (kv_heads, size), (kv_heads, v_size)
+    return tuple(Size((tokens, *each)) for each in whole)
+
+
 class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
     def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
-        self.before = before
+        self.before, self.whole = before, all(call.rows is None for call in calls)
         group, spec, tokens = planner.group, planner.spec, batch.num_tokens
         ops: tuple[Op, ...] = (before, *calls)
         transforms = planner.transforms
@@ -226,16 +239,15 @@ class AttentionStep(StepPlan):
             )
         super().__init__(group, batch, ops)
         self.device, self.device_type = group.torch_device, group.device_type
-        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
-        self.out_shape = (tokens, spec.num_heads, spec.v_head_size)
-        self.lse_shape = torch.Size((tokens, spec.num_heads))
+        shapes = _shapes(
+            tokens, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size
+        )
+        self.query_shape, self.out_shape, self.lse_shape = shapes[:3]
         self.dtype, self.out_dtype = planner.dtype, planner.out_dtype
         self._alike = planner.alike
         # The new tokens' keys and values, or None if keys are passed whole.
-        self.key_shape = self.value_shape = None
-        if spec.cached:
-            self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
-            self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
+        self.key_shape: Size | None = shapes[3] if spec.cached else None
+        self.value_shape: Size | None = shapes[4] if spec.cached else None
 
     def call(
         self,
@@ -365,17 +377,12 @@ class Planner(StepPlanner):
                 batch.check_queries(self.chooser.without_padding_rows)
             batch.check_pages(self.group.cache_format.block_size)
 
-    def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
-        before: dict[str, Call] = (
-            {} if reuse is None else {call.phase: call for call in reuse.calls}
-        )
+    def plan(self, batch: Batch) -> AttentionStep:
         read_back = self.sharing.looks and self.sharing.look(batch)
         others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
             others = by_position(self.spec, batch)
-            if others and before:
-                raise BatchError("first_positions can't be captured; run such a step eagerly")
             whole = batch.num_tokens and not others
             assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
@@ -385,18 +392,12 @@ class Planner(StepPlanner):
             if rest is not None:
                 assigned = self._of_rest(rest)
             else:
-                captured = "decode" in before
-                assigned = self.chooser.assign(batch, captured) if batch.num_tokens else []
+                assigned = self.chooser.assign(batch) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
-        if before and {phase for phase, _, _ in assigned} - before.keys():
-            raise BatchError(
-                f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
-                "capture a graph for each kind of step"
-            )
         calls = tuple(
-            (phase == "decode" and self.sharing.call(part.batch, part.rows, before.get(phase)))
-            or self._call(phase, info, part, before)
+            (phase == "decode" and self.sharing.call(part.batch, part.rows))
+            or self._call(phase, info, part)
             for phase, info, part in assigned
         )
         if read_back:
@@ -404,13 +405,35 @@ class Planner(StepPlanner):
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
         rotation = key_rotation = None
         if self.spec.rope is not None:
-            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
+            rotation = rotation_of(self.spec, batch)
             if not self.spec.cached:
                 key_rotation = key_rotation_of(self.spec, batch)
         store = Store(
             self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
         )
         return AttentionStep(self, batch, store, calls)
+
+    def refill(self, step: AttentionStep, batch: Batch) -> None:
+        if batch.first_positions is not None:
+            raise BatchError("first_positions can't be captured; run such a step eagerly")
+        if self.spec.dense_context and whole_prompts(self.spec, batch)[0]:
+            raise BatchError(
+                f"dense_context=True: {batch} has whole prompts, whose calls no graph has; run it eagerly"
+            )
+        phases = None if step.whole else by_phase(batch, self.chooser.longest_decode)
+        for call in step.calls:
+            rows = batch if phases is None else phases.of(call)
+            if call.plan.batch.shared_prefix is None:
+                refill_call(self.group.cache_format, call, rows)
+            else:
+                self.sharing.refill(call, rows)
+        if self.spec.rope is not None:
+            rotation_of(self.spec, batch, step.before.rotation)
+
+    def reads_tensors(self, step: AttentionStep) -> bool:
+        if step.before.rotation is not None:
+            return True
+        return any(call.backend.reads_tensors or call.block_size for call in step.calls)
 
     def _of_rest(self, rest: Part) -> list[Assignment]:
         """Return the calls for the rows that a step's whole prompts leave."""
@@ -428,12 +451,9 @@ class Planner(StepPlanner):
         backend = self.group.load("prefill", info, AttentionBackend, spec, form)
         return planned_call(self.group.cache_format, "prefill", info.name, backend, part)
 
-    def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
-        earlier = before.get(phase)
-        # Under a captured graph the capture's choice holds.
-        name = info.name if earlier is None else earlier.name
-        backend = self.chooser.phases[phase][name].backend
-        return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
+    def _call(self, phase: str, info: BackendInfo, part: Part) -> Call:
+        backend = self.chooser.phases[phase][info.name].backend
+        return planned_call(self.group.cache_format, phase, info.name, backend, part)
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)

@@ -89,7 +89,7 @@ class PrefixDecode:
         """The blocks that each backend reads, as text."""
         return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
+    def plan(self, batch: Batch) -> PrefixPlan:
         """Return the plan of a step of decodes with a `shared_prefix`; it is never captured."""
         levels = batch.shared_prefix
         assert self.cache is not None and levels is not None

@@ -136,7 +136,7 @@ class Sharing:
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
         told = step.shared_prefix is not None or step.host_block_table is not None
-        if told or step.lens_are_bounds:
+        if told or step.lens_are_bounds or step.num_seqs < 2:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
@@ -167,21 +167,17 @@ class Sharing:
         most = int(blocks.sum() - blocks.max(initial=0))
         return self._saved_us(most * self.block_bytes) > us
 
-    def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
+    def call(self, batch: Batch, rows: Rows) -> Call | None:
         """Return a call for a batch of decodes; None if too little is shared, or no backend can.
 
-        `earlier`: the captured call; this one keeps its way. A capture with a `shared_prefix`, even an
-        empty one, allows steps to share.
+        A capture with a `shared_prefix`, even an empty one, allows steps to share.
         """
         if self.reason or not (batch.all_decode or self.appends):
             return None
         captures = bool(self.group.spec.graph_capture)
-        told = batch if earlier is None else earlier.plan.batch
-        if captures and told.shared_prefix is None:
-            return None
-        if batch.shared_prefix is None and not captures:
+        if batch.shared_prefix is None:
             table = batch.host_block_table
-            if table is None or not may_share(table):
+            if captures or table is None or not may_share(table):
                 return None
             most = most_saved(table, np.maximum(batch.host_contexts, 0), self.block_size)
             if self._way(1, most * self.block_bytes, batch) is None:
@@ -191,9 +187,13 @@ class Sharing:
         way = self.native if captures else self._way(len(levels), saved, batch)
         if way is None:
             return None
-        known = None if earlier is None else earlier.plan
-        plan = way.plan(with_a_column(batch).with_shared_prefix(levels), known)
+        plan = way.plan(with_a_column(batch).with_shared_prefix(levels))
         return Call("decode", way.name, way, plan, rows, saved_bytes=saved)
+
+    def refill(self, call: Call, batch: Batch) -> None:
+        """Write a later step's decodes into the plan of a captured call that may share."""
+        levels = batch.find_shared_prefix(self.block_size)
+        call.backend.plan(with_a_column(batch).with_shared_prefix(levels), call.plan)
 
     def note(self, step: Batch, call: Call) -> str:
         """Describe what a step's decodes read once for several rows, or why they share nothing."""

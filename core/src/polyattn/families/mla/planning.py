@@ -9,13 +9,11 @@ In multi-head latent attention (DeepSeek-AI, 2024) one latent a token gives all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
 from polyattn.families.attention.planning import Chooser
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.attention.sharing import Sharing
@@ -23,7 +21,7 @@ from polyattn.families.mla.absorption import absorb, expand_rows, project
 from polyattn.families.mla.expanding import ExpandedChooser
 from polyattn.runtime.backend import MergeBackend, SparseBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.decompositions import Part, by_phase, planned_call
+from polyattn.runtime.decompositions import Part, Phases, by_phase, planned_call, refill_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged, is_dense
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
@@ -147,30 +145,19 @@ class Planner(StepPlanner):
         assert self.group.cache_format is not None
         batch.check_pages(self.group.cache_format.block_size)
 
-    def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
+    def plan(self, batch: Batch) -> LatentStep:
         form = self.group.cache_format
         assert form is not None
-        earlier: dict[str, Call] = {}
-        if reuse is not None:
-            earlier = {call.phase: call for call in reuse.calls}
-        rows = batch if not self.by_token or batch.all_decode else each_token(batch)
-        phases = by_phase(rows, 1 if self.sparse else self.longest_decode)
-        parts = {"decode": phases.decode, "prefill": phases.prefill}
-        asked = {n: part for n, part in parts.items() if part is not None and part.batch.num_tokens}
-        if earlier and (
-            asked.keys() != earlier.keys() or batch.num_tokens != reuse.batch.num_tokens
-        ):
-            raise BatchError(
-                f"the captured step has {reuse.batch.num_tokens} tokens in phases {sorted(earlier)}, "
-                f"this one {batch.num_tokens} in {sorted(asked)}; capture a graph for each kind of step"
-            )
         # A captured step makes no keys of latents: how many there are changes from replay to replay.
         captured = bool(self.spec.graph_capture) and batch.lens_are_bounds
         read_back = self.sharing.looks and self.sharing.look(batch)
         ops: list[Op] = []
-        for phase, part in asked.items():
+        phases = self._phases(batch)
+        for phase, part in (("decode", phases.decode), ("prefill", phases.prefill)):
+            if part is None or not part.batch.num_tokens:
+                continue
             if phase == "decode" or self.sparse or captured:
-                call = self._absorbed(phase, part, earlier.get(phase))
+                call = self._absorbed(phase, part)
                 ops.append(Absorbed(call, part.batch.query_lens if self.apart else None))
             else:
                 ops.append(self._expanded(part))
@@ -180,18 +167,30 @@ class Planner(StepPlanner):
             (call, *_) = ops[0].calls
             assert isinstance(call.backend, SparseBackend)
             ops.insert(0, ChosenRows(call.backend, self.spec, batch, form.block_size))
-        rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
+        rotation = rotation_of(self.spec, batch)
         before = Store(self.spec, batch, self.store, self.rotated_by, rotation)
         return LatentStep(self.group, batch, before, ops)
 
-    def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:
+    def refill(self, step: LatentStep, batch: Batch) -> None:
+        phases = self._phases(batch)
+        form = None if self.sparse else self.group.cache_format
+        # A captured step has no other calls: how many keys are expanded changes from step to step.
+        for call in (call for op in step.ops if isinstance(op, Absorbed) for call in op.calls):
+            refill_call(form, call, phases.of(call))
+        rotation_of(self.spec, batch, step.before.rotation)
+
+    def reads_tensors(self, step: LatentStep) -> bool:
+        if step.before.rotation is not None or self.by_token:
+            return True
+        return any(call.backend.reads_tensors or call.block_size for call in step.calls)
+
+    def _phases(self, batch: Batch) -> Phases:
+        rows = batch if not self.by_token or batch.all_decode else each_token(batch)
+        return by_phase(rows, 1 if self.sparse else self.longest_decode)
+
+    def _absorbed(self, phase: str, part: Part) -> Call:
         if self.chooser is None:  # chosen rows lie in no blocks
-            backend = self.over_chosen[phase]
-            return planned_call(None, phase, self.names[phase], backend, part, earlier)
-        if earlier is not None:  # a captured call keeps running
-            return planned_call(
-                self.group.cache_format, phase, earlier.name, earlier.backend, part, earlier
-            )
+            return planned_call(None, phase, self.names[phase], self.over_chosen[phase], part)
         if phase != "decode":  # prompts of a captured step, whose backend can't follow the lengths
             fastest = self.chooser.chosen["decode"]
         elif shared := self.sharing.call(part.batch, part.rows):

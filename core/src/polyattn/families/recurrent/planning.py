@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.targets import check_room, token_by_token, whole_sequences
 from polyattn.runtime.backend import RecurrentBackend
-from polyattn.runtime.decompositions import Part, by_phase
+from polyattn.runtime.decompositions import Part, Phases, by_phase
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.program import Call, Op, RecurrentFrame
@@ -76,28 +75,25 @@ class Planner(StepPlanner):
         if batch.state_targets is not None and batch.state_targets.dim() == 2:
             check_room(batch)
 
-    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
-        before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
+    def plan(self, batch: Batch) -> StepPlan:
+        ops = self._by_phase(batch) if batch.state_targets is None else self._moving(batch)
+        return RecurrentStep(self.group, batch, (*ops, *_padding(batch)))
+
+    def refill(self, step: StepPlan, batch: Batch) -> None:
         moves = batch.state_targets is not None
-        if reuse is not None and moves != (reuse.batch.state_targets is not None):
+        if moves != (step.batch.state_targets is not None):
             raise BatchError(
                 f"the step has {'' if moves else 'no '}state_targets, the captured one "
                 f"{'none' if moves else 'has'}; capture a StepSize of each"
             )
-        if moves:
-            ops = self._moving(batch, before)
-        else:
-            ops = calls = self._by_phase(batch, before)
-            if reuse is not None and {call.phase for call in calls} - before.keys():
-                raise BatchError(
-                    "the captured step has other phases; capture a graph for each kind"
-                )
-        return RecurrentStep(self.group, batch, (*ops, *_padding(batch)))
+        phases = Phases(Part(batch, None), None) if moves else by_phase(batch)
+        for call in step.calls:
+            call.backend.plan(phases.of(call), call.plan)
 
-    def _by_phase(self, batch: Batch, before: Mapping[str, Any]) -> tuple[Call, ...]:
+    def _by_phase(self, batch: Batch) -> tuple[Call, ...]:
         phases = by_phase(batch)
         return tuple(
-            self._call(phase, part, before.get(phase))
+            self._call(phase, part)
             for phase, part in (("decode", phases.decode), ("prefill", phases.prefill))
             if part is not None and part.batch.num_tokens
         )
@@ -139,16 +135,16 @@ class Planner(StepPlanner):
         """Whether a state holds drafts itself, so that the next lengths say how many were accepted."""
         return self.spec.recurrent is not None and self.spec.recurrent.draft_tokens > 0
 
-    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> Iterable[Op]:
+    def _moving(self, batch: Batch) -> Iterable[Op]:
         """Plan a step whose states end elsewhere: each sequence's, or each token's."""
         assert batch.state_targets is not None
         if batch.state_targets.dim() == 1:
             copy, inner = whole_sequences(batch)
-            return copy, *self._by_phase(inner, {})
+            return copy, *self._by_phase(inner)
         self._refuse_two_rooms()
         if self.takes_drafts:
-            return (self._call("decode", Part(batch, None), before.get("decode")),)
-        steps = ((copy, self._call("decode", part, None)) for copy, part in token_by_token(batch))
+            return (self._call("decode", Part(batch, None)),)
+        steps = ((copy, self._call("decode", part)) for copy, part in token_by_token(batch))
         return chain.from_iterable(steps)
 
     def _refuse_two_rooms(self) -> None:
@@ -161,7 +157,6 @@ class Planner(StepPlanner):
                 "the next step's lengths tell how many were accepted"
             )
 
-    def _call(self, phase: str, part: Part, earlier: Any) -> Call:
+    def _call(self, phase: str, part: Part) -> Call:
         backend = self.backends[phase]
-        plan = backend.plan(part.batch, earlier)
-        return Call(phase, self.names[phase], backend, plan, part.rows)
+        return Call(phase, self.names[phase], backend, backend.plan(part.batch), part.rows)

@@ -34,6 +34,8 @@ No trained model grows for long; none is forbidden to.
 """
 RATES = {"g", "w"}
 """Inputs that are exponents of each token's own."""
+FEW = 64
+"""Tokens of a sequence that `token_error` looks at, because the reference goes token by token."""
 RESETS = (-900.0, -1e6, -torch.inf)
 """Exponents by which a token forgets all: another text begins within a sequence."""
 
@@ -197,6 +199,22 @@ class RecurrentWorkload(Workload):
             count = len(right)
             yield what, _error(actual, right) if count else 0.0, limit
 
+    def token_error(self, index: int) -> float:
+        """Return the error of a sequence's first tokens, after one call.
+
+        For steps too long for the reference.
+        """
+        (query, length), begin = self.lengths[index], self.batch.starts[index]
+        rows = slice(begin, begin + min(query, FEW))
+        tokens, params = (
+            {name: tensor.detach().to("cpu", torch.float64) for name, tensor in named.items()}
+            for named in ({n: t[rows] for n, t in self.tensors().items()}, self.layer.params)
+        )
+        start = self.starts[index].to(self.states.data.dtype) * (length > query)
+        before = start.to("cpu", torch.float64)
+        right, _ = reference.scan(self.spec, tokens, params, before, length - query)
+        return _error(self.out[rows], right)
+
     def check(self, label: str = "", plan: StepPlan | None = None) -> Tensor:
         self.__dict__.pop("held", None)  # states go on from where they are
         self.__dict__.pop("expected", None)
@@ -309,14 +327,19 @@ def recurrent_inputs(
         )
         if name == "dt":
             tensor = tensor * 0.5 - 1.0
-            if spec.recurrent and not spec.recurrent.dt_softplus:  # then it is the step itself
-                tensor = torch.nn.functional.softplus(tensor)
+            if spec.recurrent and not spec.recurrent.dt_softplus:  # steps, some negative
+                size = torch.nn.functional.softplus(tensor)
+                tensor = torch.where(tensor < -1.6, -size, size)
         elif name in ("g", "w"):
             tensor = -torch.nn.functional.softplus(tensor - 2.0)
         elif name == "beta":
             tensor = torch.sigmoid(tensor)
         elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
-            tensor = normalize(tensor, dim=-1)
+            if not (spec.recurrent and spec.recurrent.qk_norm):  # shorter than 1, of any length
+                drawn = torch.rand(
+                    tensor.shape[:-1], generator=generator, dtype=torch.float32, device="cpu"
+                )
+                tensor = normalize(tensor, dim=-1) * (1 - drawn / 2)[..., None]
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # a model writes at most as much as it removed

@@ -378,29 +378,22 @@ class Planner(StepPlanner):
                 f"{spec} attends over a cache; the batch has no block_table: pass Batch(block_table=...)"
             )
 
-    def plan(self, batch: Batch, reuse: Any = None) -> SparseStep:
+    def plan(self, batch: Batch) -> SparseStep:
         spec = self.group.spec
         pieces: list[Piece] = []
         most = max(1, TABLE_BYTES // (8 * 4 * self.rows * self.width))
         for first in range(0, batch.num_tokens, most):
             tokens = slice(first, min(first + most, batch.num_tokens))
-            earlier = None if reuse is None else reuse.pieces[len(pieces)]
-            pieces.append(self._piece(batch, tokens, pieces, earlier))
-        rotation = rotation_of(spec, batch, reuse and reuse.before.rotation)
-        before = Store(spec, batch, self.store, self.rotated_by, rotation)
+            pieces.append(self._piece(batch, tokens, pieces))
+        before = Store(spec, batch, self.store, self.rotated_by, rotation_of(spec, batch))
         return SparseStep(batch, before, pieces, self)
 
-    def _piece(
-        self, batch: Batch, tokens: slice, before: list[Piece], earlier: Piece | None
-    ) -> Piece:
+    def refill(self, step: SparseStep, batch: Batch) -> None:
+        """Turn the tokens; the pieces read the step's own tensors, and each call's choice."""
+        rotation_of(self.group.spec, batch, step.before.rotation)
+
+    def _piece(self, batch: Batch, tokens: slice, before: list[Piece]) -> Piece:
         rows = (tokens.stop - tokens.start) * self.rows
-        if earlier is not None:
-            if len(earlier.lens) != rows:
-                raise BatchError(
-                    f"the captured step has {len(earlier.lens)} rows, this one {rows}; capture a graph "
-                    "for each number of tokens"
-                )
-            return self.kind(self, batch, tokens, earlier.table, earlier.lens, earlier.call)
         if before and len(before[0].lens) == rows:  # one piece after another, over the same buffers
             return self.kind(self, batch, tokens, before[0].table, before[0].lens, before[0].call)
         device, table = batch.device, None

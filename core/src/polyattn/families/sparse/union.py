@@ -79,7 +79,12 @@ class UnionAttention:
                 ("dtype", first.dtype),
             ):
                 if (value := getattr(layer.spec, name)) != wanted:
-                    raise SpecError(f"{name}={value!r}: a stream of one softmax has {wanted!r}")
+                    raise SpecError(
+                        f"{name}={value!r}: a stream of one softmax has {wanted!r}; select for "
+                        f"spec.replace({name}={wanted!r})"
+                        + ", and pass the sinks to UnionAttention"
+                        * (name == "learned_sinks")
+                    )
         if first is None:
             raise SpecError("layers is empty: a softmax needs a stream at least")
         self.layers, group = tuple(layers), layers[0].group

@@ -181,7 +181,7 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) 
     """Return int32 (tokens, scope, budget): distinct ids in any order, -1 behind them.
 
     Some are of groups that end behind the token, or lie behind it altogether; the newest group is often
-    among them. Some tokens have no id, or `least`, some all that there are.
+    among them. Some tokens have no id, some `least`, some all that there are.
     """
     sparse = spec.sparse
     assert sparse is not None
@@ -191,9 +191,8 @@ def drawn_choice(spec: LayerSpec, lengths: Lengths, dice: Dice, least: int = 0) 
         for position in range(length - query, length):
             for _ in range(sparse.choices(spec.num_heads, spec.num_kv_heads)):
                 seen = max(position, 0) // group + 1
-                ids = dice.order(seen + dice.integer(0, 3))[
-                    : dice.integer(least, sparse.budget + 1)
-                ]
+                count = dice.integer(least, sparse.budget + 1) if dice.integer(0, 8) else 0
+                ids = dice.order(seen + dice.integer(0, 3))[:count]
                 if dice.integer(0, 2) and not bool((ids == seen - 1).any()) and len(ids):
                     ids[dice.integer(0, len(ids))] = seen - 1
                 row = torch.full((sparse.budget,), -1, dtype=torch.int32, device="cpu")

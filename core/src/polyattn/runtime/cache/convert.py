@@ -24,6 +24,7 @@ def convert_blocks(
     source_blocks: Sequence[int] | Tensor,
     target_blocks: Sequence[int] | Tensor,
     *,
+    num_tokens: int | None = None,
     source_scales: tuple[Scale, Scale] = (1.0, 1.0),
     target_scales: tuple[Scale, Scale] = (1.0, 1.0),
 ) -> None:
@@ -36,7 +37,8 @@ def convert_blocks(
         source: the cache to read.
         target: the cache to write.
         source_blocks: (n,), ids of blocks in the order of their tokens.
-        target_blocks: (m,), ids of blocks that hold equally many tokens.
+        target_blocks: (m,), ids of blocks for these tokens.
+        num_tokens: how many tokens to write, which both lists just hold; None: whole blocks.
         source_scales: (k_scale, v_scale) of the layer that reads `source`, as `Attention` takes them.
         target_scales: of the layer that reads `target`.
 
@@ -52,12 +54,6 @@ def convert_blocks(
     """
     _check_caches(source, target)
     one, other = source.format, target.format
-    for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
-        if getattr(one, name) != getattr(other, name):
-            raise CacheError(
-                f"source has {name}={getattr(one, name)!r}, target {getattr(other, name)!r}: they are "
-                "caches of different layers"
-            )
     from_ids = _ids("source_blocks", source_blocks, source)
     to_ids = _ids("target_blocks", target_blocks, target)
     if len(to_ids.unique()) < len(to_ids):
@@ -68,12 +64,7 @@ def convert_blocks(
         raise CacheError(
             "source and target are one cache, and blocks are both read and written; name other blocks"
         )
-    tokens = len(from_ids) * source.block_size
-    if tokens != len(to_ids) * target.block_size:
-        raise CacheError(
-            f"source_blocks hold {tokens} tokens, {len(from_ids)} blocks of {source.block_size}; "
-            f"target_blocks hold {len(to_ids) * target.block_size}, {len(to_ids)} of {target.block_size}"
-        )
+    tokens = _tokens(num_tokens, (source, from_ids), (target, to_ids))
     source_scales = _scales("source_scales", source_scales, one.num_kv_heads)
     target_scales = _scales("target_scales", target_scales, one.num_kv_heads)
     both = math.lcm(source.block_size, target.block_size)  # pieces end at blocks of both
@@ -87,12 +78,16 @@ def convert_blocks(
         step = both * max(1, AT_ONCE // (both * size * one.num_kv_heads))
         for first in range(0, tokens, step):
             last = min(first + step, tokens)
-            rows = raw(old)[from_ids[first // source.block_size : last // source.block_size]]
-            rows = rows.flatten(0, 1).to(new.device)
+            rows = raw(old)[from_ids[first // source.block_size : -(-last // source.block_size)]]
+            rows = rows.flatten(0, 1)[: last - first].to(new.device)
             if not as_bytes:
                 rows = _rewritten(rows.view(old.dtype), read, written, size, new.dtype, scales)
-            at = to_ids[first // target.block_size : last // target.block_size]
-            raw(new)[at] = raw(rows).view(len(at), target.block_size, *rows.shape[1:])
+            at = to_ids[first // target.block_size :]
+            full, rest = divmod(last - first, target.block_size)
+            whole = raw(rows)[: last - first - rest]
+            raw(new)[at[:full]] = whole.unflatten(0, (full, target.block_size))
+            if rest:
+                raw(new)[at[full], :rest] = raw(rows)[-rest:]
 
 
 def _check_caches(source: KVCache, target: KVCache) -> None:
@@ -102,6 +97,32 @@ def _check_caches(source: KVCache, target: KVCache) -> None:
                 f"{name}={shown(cache)} must be a KVCache: convert_blocks(source, target, source_blocks, "
                 "target_blocks)"
             )
+    one, other = source.format, target.format
+    for name in ("num_kv_heads", "head_size", "v_head_size", "value_in_key"):
+        if getattr(one, name) != getattr(other, name):
+            raise CacheError(
+                f"source has {name}={getattr(one, name)!r}, target {getattr(other, name)!r}: they are "
+                "caches of different layers"
+            )
+
+
+def _tokens(
+    num_tokens: int | None, source: tuple[KVCache, Tensor], target: tuple[KVCache, Tensor]
+) -> int:
+    """Return how many tokens to write from and to a cache's blocks. Raises `CacheError`."""
+    if num_tokens is not None and not isinstance(num_tokens, int):
+        raise CacheError(f"num_tokens={shown(num_tokens)} must be an integer, or None")
+    tokens = len(source[1]) * source[0].block_size if num_tokens is None else num_tokens
+    for name, ids, size in (
+        ("source_blocks", source[1], source[0].block_size),
+        ("target_blocks", target[1], target[0].block_size),
+    ):
+        if len(ids) != -(-tokens // size) or (num_tokens is None and tokens % size):
+            raise CacheError(
+                f"{name} hold {len(ids) * size} tokens, {len(ids)} blocks of {size}; {tokens} are to be "
+                "written: name a block for each, and num_tokens=… where the last one isn't full"
+            )
+    return tokens
 
 
 def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:

@@ -14,7 +14,7 @@ from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
-from polyattn.runtime.group import LayerGroup, StepPlan
+from polyattn.runtime.group import LayerGroup, StepPlan, on_the_host
 from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.runtime.step.batch import Batch
 
@@ -31,6 +31,7 @@ class StepGraph:
     def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
         self.groups, self.step, self.buffers = groups, step, buffers
         self.plans: dict[LayerGroup, StepPlan] = {}
+        self.reads_tensors = False  # whether plans are refilled by what the device holds
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
         # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
@@ -48,6 +49,7 @@ class StepGraph:
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
         self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
+        self.reads_tensors = any(g.planner.reads_tensors(p) for g, p in self.plans.items())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
@@ -59,13 +61,8 @@ class StepGraph:
             self.taken = [torch.empty_like(result) for result in self.results]
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
-        """Run one step. Returns views of its results, valid until the next replay."""
+        """Run one step, which fits. Returns views of its results, valid until the next replay."""
         buffers, tokens = self.buffers, batch.num_tokens
-        if not buffers.fits(batch):
-            raise BatchError(
-                f"{batch} of up to {batch.max_query_len} query tokens and {batch.max_seq_len} keys "
-                f"doesn't fit a graph captured for {buffers.size} and {buffers.max_len} keys"
-            )
         for group in self.groups:
             group.check(batch)
             problem = group.planner.replay_problem(batch)
@@ -75,10 +72,19 @@ class StepGraph:
         rows = buffers.rows(batch)
         beside: list[tuple[Tensor, Tensor]] = []
         if isinstance(rows, slice):
-            beside = [(self.inputs[name][rows], tensor) for name, tensor in inputs.items()]
-        filled = buffers.fill(batch, beside)
-        for group, plan in self.plans.items():
-            group.plan(group.planner.own(filled), reuse=plan)
+            beside = [
+                (buffers.first(self.inputs[name], tokens), each) for name, each in inputs.items()
+            ]
+        filled, send = buffers.stage(batch), buffers.staging.send
+        if self.reads_tensors:
+            send()
+            buffers.copy(batch, beside)
+        with on_the_host():
+            for group, plan in self.plans.items():
+                group.planner.refill(plan, group.planner.own(filled))
+        send()
+        if not self.reads_tensors:
+            buffers.copy(batch, beside)
         if isinstance(rows, slice):
             self.graph.replay()
             return tree_unflatten([result[rows] for result in self.results], self.form)
@@ -92,14 +98,11 @@ class StepGraph:
 
     def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
         """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
-        for name, brings in (
-            ("mask", batch.mask is not None),
-            ("inputs", bool(batch.inputs)),
-            ("first_positions", batch.first_positions is not None),
-            ("key_starts", not batch.keys_packed),
-        ):
-            if brings:
-                raise BatchError(f"{name} can't be replayed; run such a step eagerly")
+        placed, packed = batch.first_positions is not None, batch.keys_packed
+        brings = batch.mask is not None, bool(batch.inputs), placed, not packed
+        if any(brings):
+            field = ("mask", "inputs", "first_positions", "key_starts")[brings.index(True)]
+            raise BatchError(f"{field} can't be replayed; run such a step eagerly")
         if inputs.keys() != self.inputs.keys():
             raise BatchError(
                 f"inputs are {sorted(inputs)}; the captured step takes {sorted(self.inputs)}"

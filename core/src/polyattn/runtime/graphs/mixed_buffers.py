@@ -103,18 +103,18 @@ class MixedBuffers(StepBuffers):
         room = room and batch.state_targets is None
         return room and batch.max_seq_len <= self.max_len
 
-    def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
-        """Copy a step's metadata in.
+    def stage(self, batch: Batch) -> Batch:
+        """Copy a step's metadata in; `copy` has only what is beside it left to do.
 
         Args:
             batch: the step, which fits. If its lengths are bounds, the device's are copied.
-            beside: likewise, the second tensor of each pair into the first.
 
         Returns:
             The step as the graph sees it, over these buffers.
 
         """
         size, queries = self.size, batch.query_lens
+        self.staging.drop()
         decodes, prompts = self._split(batch)
         counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
         left, missing = size.prompt_tokens - sum(counts), size.rows - len(decodes)
@@ -126,7 +126,6 @@ class MixedBuffers(StepBuffers):
         if batch.lens_are_bounds:  # the device's count
             self._gather(batch.seq_lens, self.seq_lens, len(prompts), len(decodes))
         self._place(batch, prompts, decodes)
-        copy_together(beside)
         places = self.places[: batch.num_tokens]
         self._fill_table(batch, len(prompts), len(decodes))
         self.slots.fill_(-1)
@@ -139,6 +138,16 @@ class MixedBuffers(StepBuffers):
             of_tokens = positions_of(batch).expand(*self.positions.shape[:-1], -1)
             self.positions.index_copy_(-1, places, of_tokens)
         return self._over(filled, lens)
+
+    def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """Copy the second tensor of each pair into the first.
+
+        Args:
+            batch: the step that was staged.
+            beside: the pairs.
+
+        """
+        copy_together(beside)
 
     def rows(self, batch: Batch) -> Tensor:
         """Return where a graph has the tokens of the step that was filled in.
@@ -185,5 +194,5 @@ class MixedBuffers(StepBuffers):
         self._put(self.starts, starts)
         batch = self._on_these(starts, lens)
         batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
-        batch.decode_start_loc = self.row_starts
+        batch.decode_start_loc, batch.staging = self.row_starts, self.staging
         return batch

@@ -17,6 +17,7 @@ from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers, upload
+from polyattn.runtime.step.staging import ROOM, Staging
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -124,7 +125,8 @@ class StepBuffers:
 
         self.query_len = self.size.query_len
         self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
-        self.seq_lens = ints(num_seqs)
+        self.staging = Staging(torch.device(device), 8 * num_seqs + ROOM)
+        self.seq_lens = self.staging.room(num_seqs)
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         # What is -1 where a step has nothing lies side by side, so that one launch empties it.
         counts = (tokens, num_seqs, num_seqs * self.query_len)
@@ -133,6 +135,7 @@ class StepBuffers:
         self.slot_mapping = stored if block_size else None
         self.state_slots = states
         self.state_targets: Tensor | None = None
+        self._views: dict[int, tuple[Tensor, int, int, Tensor]] = {}
         self._held = (0, 0, 0)  # rows, slots and states that the last step wrote
         if self.size.state_targets:
             self.state_targets = targets.view(num_seqs, self.query_len)
@@ -147,7 +150,13 @@ class StepBuffers:
     def longest(self) -> Batch:
         """Return the step that a graph is captured with: planned for the most keys, few on the device."""
         self.seq_lens.fill_(self.padding_len)
-        return self.batch(self._longest.host_lens)
+        return self._staged(self._longest.host_lens)
+
+    def _staged(self, lens: Integers) -> Batch:
+        """Return `batch(lens)`, whose plans' numbers wait in `staging`."""
+        batch = self._longest.with_lens(lens)
+        batch.staging = self.staging
+        return batch
 
     def batch(self, lens: Sequence[int] | Integers) -> Batch:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
@@ -186,12 +195,39 @@ class StepBuffers:
     def fill(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> Batch:
         """Copy a step's metadata in, and the second of each pair `beside` it, in the same launches.
 
-        Returns the step as the graph sees it.
+        Args:
+            batch: the step, which fits.
+            beside: pairs of tensors.
+
+        Returns:
+            The step as the graph sees it.
+
         """
-        count, tokens = batch.num_seqs, batch.num_tokens
-        lens = np.full(self.num_seqs, self.padding_len, np.int64)
-        lens[:count] = batch.host_lens
-        pairs = list(beside)
+        filled = self.stage(batch)
+        self.staging.send()
+        self.copy(batch, beside)
+        filled.staging = None
+        return filled
+
+    def stage(self, batch: Batch) -> Batch:
+        """Write a step's lengths to `staging`, which is yet to be sent, and return it as `fill` does."""
+        count, lens = batch.num_seqs, batch.host_lens
+        if count < self.num_seqs:
+            lens = np.full(self.num_seqs, self.padding_len, np.int64)
+            lens[:count] = batch.host_lens
+        self.staging.drop()  # what a refused step left
+        if not _has_lens(batch):
+            self.staging.put(self.seq_lens, lens)
+        filled = self._staged(lens)
+        filled._covers_queries = batch._covers_queries  # padding is as the backends take it
+        if self.sharing:  # padding comes last, so rows keep their numbers
+            assert self.block_size is not None
+            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
+        return filled
+
+    def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """Copy a step's tensors in, and the second of each pair `beside` it, in the same launches."""
+        count, tokens, pairs = batch.num_seqs, batch.num_tokens, list(beside)
         # An earlier step's numbers lie behind this one's where it had more of them.
         slots, states = batch.slot_mapping is not None, batch.state_slots is not None
         held = (count, tokens * slots, count * states)
@@ -202,28 +238,37 @@ class StepBuffers:
             if self.positions is not None:
                 self.positions.zero_()
         self._held = held
-        if batch.lens_are_bounds or "seq_lens" in vars(batch):  # which count, and are there
+        if _has_lens(batch):
             pairs.append((self.seq_lens[:count], batch.seq_lens))
             if count < self.num_seqs:
                 self.seq_lens[count:] = self.padding_len
-        else:
-            self._put(self.seq_lens, lens)
-        if self.block_table is not None and batch.block_table is not None:
-            width = min(batch.block_table.shape[1], self.block_table.shape[1])
-            pairs.append((self.block_table[:count, :width], batch.block_table[:, :width]))
+        table, source = self.block_table, batch.block_table
+        if table is not None and source is not None:
+            width = min(source.shape[1], table.shape[1])
+            source = source if width == source.shape[1] else source[:, :width]
+            pairs.append((self.first(table, count, width), source))
         if self.positions is not None:
             pairs.append((self.positions[..., :tokens], positions_of(batch)))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
-            pairs.append((self.slot_mapping[:tokens], batch.slot_mapping))
+            pairs.append((self.first(self.slot_mapping, tokens), batch.slot_mapping))
         if batch.state_slots is not None:
-            pairs.append((self.state_slots[:count], batch.state_slots))
+            pairs.append((self.first(self.state_slots, count), batch.state_slots))
         copy_together(pairs + self._targets(batch.state_targets))
-        filled = self.batch(lens)
-        filled._covers_queries = batch._covers_queries  # padding is as the backends take it
-        if self.sharing:  # padding comes last, so rows keep their numbers
-            assert self.block_size is not None
-            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
-        return filled
+
+    def first(self, buffer: Tensor, rows: int, width: int = 0) -> Tensor:
+        """Return the view of a buffer's first rows and columns: the last step's, if that had as many.
+
+        Args:
+            buffer: one that a graph reads.
+            rows: its rows.
+            width: its columns; 0: all.
+
+        """
+        of, count, columns, view = self._views.get(id(buffer), (None, 0, 0, buffer))
+        if of is not buffer or (count, columns) != (rows, width):
+            view = buffer[:rows, :width] if width else buffer[:rows]
+            self._views[id(buffer)] = buffer, rows, width, view
+        return view
 
     def rows(self, batch: Batch) -> slice | Tensor:
         """Return where a graph has the tokens of the step that was filled in."""
@@ -246,12 +291,19 @@ class StepBuffers:
         upload(numbers, buffer.device, buffer[: len(numbers)])
 
 
+def _has_lens(batch: Batch) -> bool:
+    """Whether a step's lengths are on the device already; where the host has bounds, those count."""
+    return batch.lens_are_bounds or "seq_lens" in vars(batch)
+
+
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for goal, source in pairs:
         goals, sources = by_dtype.setdefault(source.dtype, ([], []))
-        goals.append(raw(goal))
-        sources.append(raw(source))
+        if source.dtype.itemsize == 1:
+            goal, source = raw(goal), raw(source)
+        goals.append(goal)
+        sources.append(source)
     for goals, sources in by_dtype.values():
         torch._foreach_copy_(goals, sources)

@@ -87,8 +87,10 @@ def _run(
     if held is not None and module.spec.kind.is_recurrent:
         cache = StateCache(held)
     elif held is not None:
-        own = form if form is not None and form.rows is not None else None
-        cache = KVCache(held, held[..., : form.widths[1]] if values is None else values, own)
+        # What tensors alone don't tell.
+        told = form is not None and form.rows is None and form.layout != "contiguous"
+        view = held[..., : form.widths[1]] if values is None else values
+        cache = KVCache(held, view, None if told else form)
     module.run(module.group.plan_for(step), inputs, cache, out, lse)
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import as_wide, check_is_tensor, same_device, torch_device
+from polyattn.runtime.inputs import torch_device
 from polyattn.runtime.step.integers import (
     LARGEST,
     Integers,
     integers,
-    largest,
     on_host,
     one_each,
     upload,
@@ -30,7 +29,10 @@ from polyattn.runtime.step.shared_prefix import (
     restricted,
     shared_prefixes,
 )
+from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
+from polyattn.runtime.step.tensor_checks import check_tensors
+from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
 
@@ -87,7 +89,6 @@ class Batch:
     """
 
     starts: list[int]
-    lens: list[int]
     num_tokens: int
     """Query tokens in the batch."""
     device: torch.device
@@ -100,6 +101,8 @@ class Batch:
     """There, where the others' query tokens start, counted from the first of them."""
     block_size: int | None = None
     """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
+    staging: Staging | None = None
+    """In a captured step: what takes its plans' numbers to the device, if they wait there for others."""
     _covers_queries = False
 
     def __init__(
@@ -124,7 +127,8 @@ class Batch:
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         counts = on_host(self.starts, self.lens)
-        self.host_starts, self.host_lens, self.host_query_lens = counts
+        self.host_starts, self.host_lens, self.host_query_lens = counts[:3]
+        self.max_query_len, self.max_seq_len = counts[3:]
         self.num_tokens = self.starts[-1]
         if device is None:
             tensors = (block_table, slot_mapping, state_slots, positions)
@@ -135,7 +139,7 @@ class Batch:
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
-        _check_tensors(self)
+        check_tensors(self)
         if key_starts is not None:
             self.key_starts = one_each("key_starts", key_starts, self.lens)
         if first_positions is not None:
@@ -276,7 +280,12 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         """Sequences in the batch."""
-        return len(self.lens)
+        return len(self.starts) - 1
+
+    @cached_property
+    def lens(self) -> list[int]:
+        """Tokens of each sequence, cached and new, on the host."""
+        return list(self.host_lens.tolist())
 
     @property
     def num_decode_tokens(self) -> int:
@@ -343,17 +352,31 @@ class Batch:
 
     def _uploaded(self, name: str, numbers: Integers) -> Tensor:
         """Return one of both tensors of lengths; an accelerator gets both in one copy, if it has none."""
-        known = vars(self)
-        if self.device.type == "cpu" or "query_start_loc" in known or "seq_lens" in known:
+        if not self._lacks_lengths:
             return upload(numbers.astype(np.int32), self.device)
-        starts, lens = self.host_starts, self.host_lens
-        at = -(-len(starts) // 4) * 4  # kernels are compiled for addresses of 16 bytes
-        both = np.zeros(at + len(lens), np.int32)
-        both[: len(starts)], both[at:] = starts, lens
-        there = upload(both, self.device)
-        known["query_start_loc"], known["seq_lens"] = there[: len(starts)], there[at:]
-        tensor: Tensor = known[name]
+        self._upload_lengths()
+        tensor: Tensor = vars(self)[name]
         return tensor
+
+    @property
+    def _lacks_lengths(self) -> bool:
+        """Whether an accelerator has neither tensor of lengths yet."""
+        known = vars(self)
+        there = "query_start_loc" in known or "seq_lens" in known
+        return self.device.type != "cpu" and not there
+
+    def _upload_lengths(self, more: Any = ()) -> Tensor:
+        """Copy both tensors of lengths to the device, and `more` numbers, which are returned there."""
+        starts, lens = self.host_starts, self.host_lens
+        count = len(starts)
+        # Kernels are compiled for addresses of 16 bytes.
+        first = -(-count // 4) * 4
+        second = first + -(-len(lens) // 4) * 4
+        numbers = np.zeros(second + len(more), np.int32)
+        numbers[:count], numbers[first : first + len(lens)], numbers[second:] = starts, lens, more
+        there = upload(numbers, self.device)
+        self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
+        return there[second:]
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -468,6 +491,7 @@ class Batch:
         batch.seq_ids = [self.seq_ids[i] for i in chosen]
         batch.step_query_lens = self.step_query_lens
         batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
+        batch.staging = self.staging
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, dtype=torch.int64, device=self.device)  # none, too
@@ -489,12 +513,42 @@ class Batch:
     def copy(self) -> Batch:
         """Return the same batch, without the plans that layers made of it."""
         batch = object.__new__(Batch)
-        batch.__dict__.update(self.__getstate__())
+        batch.__dict__.update(self.__dict__)
+        batch.__dict__.pop("plans", None)
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's or pickle's state, without plans, which hold kernels' own memory."""
-        return {name: value for name, value in self.__dict__.items() if name != "plans"}
+        """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
+        own = "plans", "staging"
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def upload(
+        self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
+    ) -> Tensor:
+        """Copy a plan's numbers to the device, and with them the lengths that it lacks. Never waits.
+
+        Args:
+            numbers: int32 (n,).
+            into: where they go, what an earlier call for the plan returned; None: a new buffer.
+            room: numbers that a new buffer holds at least, for what later steps plan into it.
+
+        Returns:
+            `into`, or the new buffer.
+
+        """
+        if into is None and self.staging is not None:
+            into = self.staging.room(max(room, len(numbers)))
+        elif into is None and room > len(numbers):
+            into = torch.zeros(room, dtype=torch.int32, device=self.device)
+        if into is None and self._lacks_lengths:
+            return self._upload_lengths(numbers)
+        if into is None:
+            return upload(numbers, self.device)
+        if self.staging is not None:
+            self.staging.put(into, numbers)
+        else:
+            upload(numbers, self.device, into[: len(numbers)])
+        return into
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
@@ -508,9 +562,9 @@ class Batch:
 
         """
         batch = self.copy()
-        for name in ("max_seq_len", "host_contexts", "token_positions", "_covers_queries"):
+        for name in ("lens", "max_seq_len", "host_contexts", "token_positions", "_covers_queries"):
             batch.__dict__.pop(name, None)
-        batch.host_lens, batch.lens = lens, lens.tolist()
+        batch.host_lens = lens
         return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
@@ -581,7 +635,7 @@ class Batch:
         if self._covers_queries:  # as another group's plan found
             return
         missing = self.host_lens < self.host_query_lens
-        if not missing.any():
+        if not np.count_nonzero(missing):  # in a third of the time of `any`
             self._covers_queries = True
             return
         for index in missing.nonzero()[0].tolist():
@@ -653,58 +707,3 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
-
-
-def _check_tensors(batch: Batch) -> None:
-    """Check the tensors' dtypes, shapes and devices, and put numbers that lie apart side by side.
-
-    Raises `BatchError`.
-    """
-    many = getattr(batch.state_targets, "ndim", 1) == 2
-    of_targets = (batch.num_seqs, None) if many else (batch.num_seqs,)
-    for name, tensor, dtype, shape in (
-        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
-        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
-        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-        ("state_targets", batch.state_targets, torch.int64, of_targets),
-    ):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if not (tensor.dtype == dtype or as_wide(tensor)) or not fits:
-            free = "tokens" if name == "state_targets" else "max_blocks"
-            wanted = ", ".join(free if n is None else str(n) for n in shape)
-            raise BatchError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
-                f"({wanted})"
-            )
-        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise BatchError(
-                f"{name}'s columns are {tensor.stride(1)} apart; kernels need adjacent columns: "
-                f"pass {name}.contiguous()"
-            )
-        if not same_device(tensor.device, batch.device):
-            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
-        if name != "block_table" and not tensor.is_contiguous():
-            setattr(batch, name, tensor.contiguous())  # kernels go by address from the first one on
-    _check_shape_of_positions(batch)
-
-
-def _check_shape_of_positions(batch: Batch) -> None:
-    positions = batch.positions
-    if positions is None:
-        return
-    check_is_tensor("positions", positions)
-    whole = positions.dtype in (torch.int64, torch.int32)
-    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
-    if not whole or not fits:
-        raise BatchError(
-            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
-            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
-        )
-    if not same_device(positions.device, batch.device):
-        raise BatchError(
-            f"positions is on {positions.device}, the batch on {batch.device}; move one"
-        )

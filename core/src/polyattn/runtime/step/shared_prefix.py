@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from polyattn.errors import BatchError, shown
 
@@ -49,7 +50,7 @@ Levels = tuple[tuple[SharedRun, ...], ...]
 
 
 def shared_prefixes(
-    block_table: NDArray[np.int32], lens: Sequence[int] | Rows, block_size: int
+    block_table: NDArray[np.int32] | Tensor, lens: Sequence[int] | Rows, block_size: int
 ) -> Levels:
     """Return the runs of blocks that two rows or more share, outermost level first.
 
@@ -74,8 +75,10 @@ def shared_prefixes(
         ((SharedRun(rows=(0, 1), first=0, count=1),),)
 
     """
+    if isinstance(block_table, Tensor) and block_table.is_cpu:
+        block_table = block_table.numpy()
     if not isinstance(block_table, np.ndarray) or block_table.dtype.kind != "i":
-        raise BatchError(f"block_table={shown(block_table)} must be an ndarray of int32")
+        raise BatchError(f"block_table={shown(block_table)} must be int32, on the host")
     if block_table.ndim != 2 or len(lens) != block_table.shape[0]:
         raise BatchError(
             f"block_table has shape {block_table.shape} and lens {len(lens)} entries; they must be "

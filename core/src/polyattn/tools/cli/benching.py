@@ -17,6 +17,7 @@ from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.families.mla.workload import LatentWorkload
+from polyattn.families.recurrent.workload import RecurrentWorkload
 from polyattn.registry.capabilities import ANY_PLATFORM, check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
@@ -44,6 +45,7 @@ from polyattn.workload.tolerance import tolerance_of
 LONGEST = 3600
 SMALLEST_COPY = 1 << 18
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
+Step = AttentionWorkload | LatentWorkload | RecurrentWorkload
 
 
 def show(options: BenchOptions) -> int:
@@ -66,9 +68,9 @@ def show(options: BenchOptions) -> int:
             f"{text} {options.lengths}": redrawn(rows, options.lengths, options.seed)
             for text, rows in batches.items()
         }
-    for text, rows_of in batches.items():
-        _check_shared(text, rows_of, options.shared_prefix)
     spec = _spec(options)
+    for text, rows_of in batches.items():
+        _check_shared(spec, text, rows_of, options.shared_prefix)
     resolved = resolve_device(options.device)
     named = [discover().backend(name).name for name in options.backend or []]
     smaller = "name a smaller batch"
@@ -100,12 +102,22 @@ def _spec(options: BenchOptions) -> LayerSpec:
     for spec in specs:
         if spec.kind.is_latent or (spec.kind is AttentionKind.ATTENTION and spec.cached):
             return unrotated(spec)  # random queries and keys stand for rotated ones
-    raise SettingsError(
-        f"{source}: has no layer of attention or MLA with a cache to measure; `polyattn run` times others"
-    )
+    recurrent = next((spec for spec in specs if spec.kind.is_recurrent), None)
+    if recurrent is None:
+        raise SettingsError(
+            f"{source}: has no recurrence, and no layer of attention or MLA with a cache, to measure; "
+            "`polyattn run` times others"
+        )
+    return recurrent
 
 
-def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) -> None:
+def _check_shared(
+    spec: LayerSpec, text: str, lengths: Sequence[tuple[int, int]], shared: int
+) -> None:
+    if shared and spec.kind.is_recurrent:
+        raise SettingsError(
+            f"--shared-prefix={shared}: a layer of kind {spec.kind} has no blocks to share; leave it out"
+        )
     for query, length in lengths:
         if shared > length - query:
             raise SettingsError(
@@ -115,7 +127,10 @@ def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) ->
 
 
 def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]], device: Device) -> float:
-    """The bytes that a batch's cache and its queries, keys, values and output take at least."""
+    """The bytes that a batch's cache or states, and its inputs and output take at least."""
+    if spec.kind.is_recurrent:
+        batch = Batch.from_lens([q for q, _ in lengths], [n for _, n in lengths])
+        return float(batch_cost(spec, batch).bytes)
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
     stepping = spec.num_heads * (spec.head_size + spec.v_head_size) + widths
     cached = format_of(spec, device, "NHD", 16).bytes_per_token
@@ -222,19 +237,20 @@ class Bench:
         return max(cost.bytes / levels[max(within)] / 1e9, cost.flops / matmul / 1e12)
 
 
-def full_step(
-    selection: Selection, lengths: Sequence[tuple[int, int]], shared: int = 0
-) -> AttentionWorkload | LatentWorkload:
-    """Return a step of a new layer over a cache full of random numbers, decodes first, as engines do.
+def full_step(selection: Selection, lengths: Sequence[tuple[int, int]], shared: int = 0) -> Step:
+    """Return a step of a new layer over a full cache, or over states; decodes first, as engines do.
 
     `shared`: leading tokens whose blocks all sequences have in common.
     """
     group = LayerGroup(selection)
     group.finish_builds()
-    assert group.cache_format is not None
-    size = group.cache_format.block_size
     dice = Dice(random.SystemRandom().randrange(2**31), group.torch_device, fast=True)
     lengths = sorted(lengths, key=lambda pair: pair[0] != 1)
+    if group.spec.kind.is_recurrent:
+        recurrent = RecurrentWorkload.layer_of(group, dice, checks=False)
+        return RecurrentWorkload(recurrent, lengths, dice)
+    assert group.cache_format is not None
+    size = group.cache_format.block_size
     if group.spec.latent is not None:
         latent = LatentWorkload.layer_of(group, dice, checks=False)
         return LatentWorkload(latent, lengths, dice, shared=shared // size)
@@ -246,8 +262,8 @@ def full_step(
     return AttentionWorkload(layer, lengths, dice, full=cache, shared=levels, spare=0)
 
 
-def sampled_error(step: AttentionWorkload | LatentWorkload) -> float:
-    """Run a step and return the error of one token; raise if it is too large."""
+def sampled_error(step: Step) -> float:
+    """Run a step and return the error of some of its tokens; raise if it is too large."""
     step.call()
     error = step.token_error(step.dice.integer(0, step.batch.num_seqs))
     if not error <= tolerance_of(step.spec).output:
@@ -255,7 +271,7 @@ def sampled_error(step: AttentionWorkload | LatentWorkload) -> float:
     return error
 
 
-def sharing(step: AttentionWorkload | LatentWorkload) -> dict[str, int]:
+def sharing(step: Step) -> dict[str, int]:
     """Return how many blocks a step reads, and how many bytes less for sharing them.
 
     `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.

@@ -185,8 +185,8 @@ class BenchOptions(Reading, Output):
     model: Annotated[
         str | None,
         typer.Option(
-            help="A config.json or a bundled model, whose first attention layer is timed "
-            "(default: llama-3.1-8b)."
+            help="A config.json or a bundled model, whose first attention layer, or else its first "
+            "recurrence, is timed (default: llama-3.1-8b)."
         ),
     ] = None
     spec: Spec = None
@@ -220,6 +220,7 @@ class TuneOptions(Reading, Output):
         list[str] | None,
         typer.Option(help="Measure this model's layers (repeatable; default: a range)."),
     ] = None
+    spec: Spec = None
     device: OnDevice = None
     backend: Backends = None
     trace: Annotated[

@@ -65,6 +65,8 @@ def show(options: TuneOptions) -> int:
     processors = processors_of(resolved)
     fits = tables.fits(points.measured(), processors)
     data = tables.table(fits, resolved, registry, processors)
+    data, fuller = tables.with_fuller(data, path, resolved, points.measured())
+    tuning.notes += fuller
     written = path if fits else None  # an older table isn't given up for an empty one
     if written:
         tables.write(data, written)
@@ -95,13 +97,14 @@ def _check_scipy() -> None:
 
 def _layers(options: TuneOptions, device: Device) -> list[LayerSpec]:
     cache = {"kv_cache_dtype": options.kv_cache_dtype, "block_size": options.block_size}
-    if not options.model:
+    if not options.model and options.spec is None:
         changes = {name: value for name, value in cache.items() if value is not None}
         usual = layers(device.is_accelerator, options.quantized)
         return list(dict.fromkeys(spec.replace(**changes) for spec in usual))
     measured: dict[LayerSpec, None] = {}
-    for model in options.model:
-        source, specs = read_specs(model, None, options)
+    models: list[str | None] = [*options.model] if options.model else [None]
+    for model in models:
+        source, specs = read_specs(model, options.spec, options)
         mine = [
             unrotated(spec)
             for spec in specs

@@ -6,17 +6,18 @@ import json
 import math
 import os
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
+from polyattn.errors import SettingsError
 from polyattn.registry.distributions import installed
 from polyattn.registry.installed import Registry
 from polyattn.registry.requirements import requirement_of
-from polyattn.registry.timings import FORMAT, class_of_step
+from polyattn.registry.timings import FORMAT, class_of_step, in_words, read_table
 from polyattn.selection.dealing import SWITCHES
 from polyattn.spec.timing import TERMS
 from polyattn.tools.tune.fitting import Fit, Point, fit
@@ -40,8 +41,7 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
     """
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
-        of_layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
-        key = (tuple(sorted(of_layer.items())), m.sample.kind, m.backend)
+        key = _key(m)
         groups[key].append(m)
         if m.sample.kind == "decode" and m.spec.latent is None:
             groups[key[0], "dealt", m.backend].append(m)
@@ -64,6 +64,11 @@ def fits(measurements: Iterable[Measurement], processors: int = 0) -> Fits:
         if fitted is not None:
             fits_by_key[key] = (fitted, [m for m, _ in some])
     return fits_by_key
+
+
+def _key(m: Measurement) -> Key:
+    of_layer = class_of_step(m.spec, m.backend, max(m.sample.lens))
+    return tuple(sorted(of_layer.items())), m.sample.kind, m.backend
 
 
 Fits = dict[Key, tuple[Fit, list[Measurement]]]
@@ -201,6 +206,43 @@ def table(
 def _host(measurement: Measurement, model: Fit) -> float:
     """Return the host's microseconds that a launch costs."""
     return measurement.host / (measurement.point().shape.runs if model.form.by_run else 1)
+
+
+def with_fuller(
+    data: dict[str, Any], path: Path, device: Device, measurements: Iterable[Measurement]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a table with those models of the file's that were fitted to more points, and a note of each.
+
+    Models of another device, or of other versions than are installed, don't count.
+    """
+    rows = {_name_of(row): row for row in data["models"]}
+    points = Counter(str(_key(m)) for m in measurements)
+    points |= Counter({name: row["points"] for name, row in rows.items()})
+    notes = []
+    for row in _rows_for(path, device):
+        name, more = _name_of(row), row.get("points")
+        if isinstance(more, int) and more > points[name]:
+            rows[name] = row
+            notes.append(
+                f"{row['backend']}, {row['kind']}, {in_words(row['layer'])}: the table's model stays: "
+                f"it was fitted to {more} points, these are {points[name]}; to start over, remove {path}"
+            )
+    versions = versions_of(name for row in rows.values() for name in row.get("of", ()))
+    return data | {"versions": versions, "models": [rows[name] for name in sorted(rows)]}, notes
+
+
+def _rows_for(path: Path, device: Device) -> list[Mapping[str, Any]]:
+    """Return the models of a table that count on a device; none where no table is."""
+    try:
+        older = read_table(path)
+    except SettingsError:
+        return []
+    return [e.row for e in older.entries if older.is_for(device) and not e.stale]
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    """Return a row's `Key`, written out."""
+    return str((tuple(sorted(row["layer"].items())), row["kind"], row["backend"].upper()))
 
 
 def packages_of(registry: Registry, backend: str) -> list[str]:

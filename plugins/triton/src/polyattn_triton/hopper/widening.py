@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from polyattn.kernel import Batch, LayerSpec
+from polyattn.kernel import Batch, LayerSpec, upload
 from torch import Tensor
 
 from polyattn_triton.kernels.widen import widen_kernel
-from polyattn_triton.launch import Launcher, to_device
+from polyattn_triton.launch import Launcher
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -139,7 +139,7 @@ def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
     places = np.zeros((2, -(-batch.num_seqs // ALIGNED) * ALIGNED), np.int32)
     places[0, : batch.num_seqs] = firsts = np.cumsum(counts) - counts
     places[1, : batch.num_seqs] = firsts - lows
-    sent = to_device(places.reshape(-1), batch.query_start_loc.device, None).view(2, -1)
+    sent = upload(places.reshape(-1), batch.device).view(2, -1)
     return Widening(count, sent[0], sent[1], window)
 
 

@@ -65,7 +65,7 @@ Item item_of(const pa_plan *plan, int32_t seq, int32_t token0, int32_t tokens) {
 // Adds an item once per piece of its keys; `split` bounds a piece, 0 doesn't.
 bool add_pieces(pa_plan *plan, Items &items, Item item, int32_t split) {
   int32_t total = item.to, pieces = split ? pa_pieces(total, split) : 1;
-  int64_t rows = (int64_t)item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
+  const int64_t rows = rows_per_head(plan->layer, item);
   for (int32_t i = 0; i < (pieces > 1 ? pieces : 1); i++) {
     if (pieces > 1) {
       item.from = i * split;
@@ -104,7 +104,7 @@ void join_pieces(pa_plan *plan, Items &items) {
     }
     int64_t cost = 0;
     for (int32_t j = 0; j < pieces; j++) cost += items.all[i + j].cost;
-    const int32_t rows = item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
+    const int32_t rows = rows_per_head(plan->layer, item);
     const int64_t bytes = (pieces * plan->part_floats * 4 + 63) / 64 * 64;
     const int64_t room = rows > 16 ? 4 * KEPT_BYTES : KEPT_BYTES;  // latents of 128 heads keep 256 KiB of each piece
     if (left - cost >= plan->num_threads * cost && bytes <= room && plan->kernels->joins(&plan->layer, rows)) {
@@ -175,7 +175,6 @@ int32_t *copied(const int32_t *from, int64_t count) {
 
 bool fill(pa_plan *plan) {
   const pa_layer &layer = plan->layer;
-  int32_t ratio = layer.num_heads / layer.num_kv_heads;
   int64_t pieces = 0;  // of the decode path, with all heads together
   for (int32_t i = 0; i < plan->num_seqs; i++) pieces += (plan->lens[i] + SPLIT_KEYS - 1) / SPLIT_KEYS;
   int32_t head_parts = 1;
@@ -189,7 +188,7 @@ bool fill(pa_plan *plan) {
     fine = plan_sequence(plan, items, i, head_parts);
   }
   if (fine) join_pieces(plan, items);
-  for (int32_t i = 0; i < items.count; i++) rows = pa_max(rows, items.all[i].tokens * ratio);
+  for (int32_t i = 0; i < items.count; i++) rows = pa_max(rows, rows_per_head(layer, items.all[i]));
   plan->items = items.all;
   plan->num_items = items.count;
   if (items.count > 1) std::qsort((void *)items.all, items.count, sizeof(Item), dearer_first);
@@ -334,7 +333,7 @@ void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t
   for (int32_t i = 0; i < plan->num_items; i++) {
     const Item &item = plan->items[i];
     heads = pa_max(heads, item.heads);
-    rows = pa_max(rows, item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads));
+    rows = pa_max(rows, rows_per_head(plan->layer, item));
     if (!items) continue;
     const int32_t fields[PA_ITEM_FIELDS] = {
         item.seq,     item.token0,  item.tokens,  item.head0, item.heads, item.kept.lo, item.kept.hi,

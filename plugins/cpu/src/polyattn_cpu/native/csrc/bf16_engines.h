@@ -124,18 +124,24 @@ struct TileConfig {
 constexpr int TILE_STEP = 256;   // keys of a tile of these
 constexpr int TILE_WORDS = 256;  // of a tile register: 16 rows of 64 bytes
 
-// Four tile registers of sums: they lie at an address, `step` on, and both again `pair` on.
+// Four tile registers of sums: they lie at an address, `step` on, and both again `pair` on; rows are `ld` bytes apart.
 PA_INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
 }
-PA_INLINE void put_sums(float *to, int64_t step, int64_t pair) {
-  _tile_stored(0, to, 64);
-  _tile_stored(1, to + step, 64);
-  _tile_stored(2, to + pair, 64);
-  _tile_stored(3, to + pair + step, 64);
+PA_INLINE void take_sums(const float *from, int64_t step, int64_t pair) {
+  _tile_loadd(0, from, 64);
+  _tile_loadd(1, from + step, 64);
+  _tile_loadd(2, from + pair, 64);
+  _tile_loadd(3, from + pair + step, 64);
+}
+PA_INLINE void put_sums(float *to, int64_t step, int64_t pair, int64_t ld = 64) {
+  _tile_stored(0, to, ld);
+  _tile_stored(1, to + step, ld);
+  _tile_stored(2, to + pair, ld);
+  _tile_stored(3, to + pair + step, ld);
 }
 
 // K as [16 keys][32 elements] register images, V^T as [16 elements][16 pairs of keys].

@@ -76,7 +76,7 @@ struct Decode {
   Turn *turn;
   Arena arena;
   const pa_layer &layer;
-  const int ratio, rows, heads, size, v_size;  // query heads of a KV head; rows of one
+  const int rows, heads, size, v_size;  // rows of a KV head
   const DotLayout is;
   const int used, total;  // lanes; keys
   const int ldq;          // floats of a row of q; bfloat16 takes half, so that q and o share the first cache
@@ -92,7 +92,7 @@ struct Decode {
 
   Decode(Run *run, const Item &item, Turn *turn)
       : run(run), item(item), turn(turn), arena(turn->scratch), layer(run->plan->layer),
-        ratio(layer.num_heads / layer.num_kv_heads), rows(item.tokens * ratio), heads(item.heads),
+        rows(rows_per_head(layer, item)), heads(item.heads),
         size(layer.head_size), v_size(layer.v_head_size), is(layer, heads, rows, FEWER_ROWS<T>),
         used(heads * is.parts * ROWS), total(item.to - item.from),
         ldq(PAIRS ? pa_round_up(layer.head_size, 4 * W) / 2 : is.ldq), source(source_of(run, item.seq)),
@@ -133,13 +133,12 @@ struct Decode {
     if (is.lanes > used) {  // lanes of no row: nothing else writes them
       __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
     }
-    const int64_t query_row = run->plan->query_starts[item.seq] + item.token0;
     for (int h = 0; h < heads; h++) {
       [[maybe_unused]] const char *together[W] = {};
       for (int r = 0; r < rows; r++) {
-        int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
-        int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
-        const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
+        const Row row = item_row(layer, item, h, r);
+        const int lane = lane_of(h, r);
+        const char *from = query_row(run, item.seq, row);
         float *to = q + (int64_t)lane * ldq;
         if constexpr (LANED) {
           together[lane - lane_of(h, 0)] = from;
@@ -152,7 +151,7 @@ struct Decode {
           widen_any(from, layer.dtype, to, size);
           if (Apart<T>::ANY) apart(to, size / LINE * LINE);
         }
-        set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
+        set_lane(run, item, lanes, lane, row);
       }
 #if defined(PA_PAIR_DOTS)
       if constexpr (LANED) turn_to_lanes<LANED>(together, (uint32_t *)q + (int64_t)h * LANE_ROWS * ldq, size);

@@ -12,7 +12,7 @@ struct Exact {
   Run *run;
   const Item &item;
   const pa_layer &layer;
-  const int rows, ratio, size, width;  // of keys, of values: padded by zeros
+  const int rows, size, width;  // of keys, of values: padded by zeros
   float *query, *keys, *values;        // (row, size), (size, key), (key, width)
   float scores[BLOCK];
   KeyRanges *seen;
@@ -27,7 +27,7 @@ struct Exact {
 
   Exact(Run *run, const Item &item, Arena arena)
       : run(run), item(item), layer(run->plan->layer), rows(rows_per_head(layer, item)),
-        ratio(layer.num_heads / layer.num_kv_heads), size(size_of(layer)), width(width_of(layer)) {
+        size(size_of(layer)), width(width_of(layer)) {
     query = cleared(arena, (int64_t)rows * size);
     keys = cleared(arena, (int64_t)size * BLOCK);
     values = cleared(arena, (int64_t)(BLOCK + 1) * width);  // the last one is of a key that a row doesn't see
@@ -38,21 +38,14 @@ struct Exact {
       for (int row = 0; row < rows; row++) state->m[row] = -INFINITY;
     }
     for (int row = 0; row < rows; row++) {
-      const pa_tensors &t = run->t;
-      const int64_t token = run->plan->query_starts[item.seq] + token_of(row);
-      const int64_t at = token * t.query_token + head_of(row) * t.query_head;
-      __builtin_memcpy(query + (int64_t)row * size, (const float *)t.query + at, 4L * layer.head_size);
-      seen[row] = pa_key_ranges(&layer, position_of(row), position_of(row), run->plan->lens[item.seq]);
+      const Row is = item_row(layer, item, 0, row);
+      const int position = position_of(run, item.seq, is.token);
+      __builtin_memcpy(query + (int64_t)row * size, query_row(run, item.seq, is), 4L * layer.head_size);
+      seen[row] = pa_key_ranges(&layer, position, position, run->plan->lens[item.seq]);
     }
   }
   static float *cleared(Arena &arena, int64_t count) {
     return (float *)__builtin_memset(arena.take<float>(count), 0, 4 * count);
-  }
-  int token_of(int row) const { return item.token0 + row / ratio; }
-  int head_of(int row) const { return item.head0 * ratio + row % ratio; }
-  int position_of(int row) const {
-    const int32_t *starts = run->plan->query_starts + item.seq;
-    return run->plan->lens[item.seq] - (starts[1] - starts[0]) + token_of(row);
   }
 
   // A compiler may not add to what it multiplies by a fused instruction.
@@ -129,8 +122,9 @@ struct Exact {
       vf x = times((sums[0] + sums[1]) + (sums[2] + sums[3]), splat(layer.scale));
       const vi key = lanes + splati(first + at);
       if (run->t.alibi) {
-        const vf distance = __builtin_convertvector(key - splati(position_of(row)), vf);
-        x = x + times(splat(run->t.alibi[head_of(row)]), distance);
+        const Row is = item_row(layer, item, 0, row);
+        const vf distance = __builtin_convertvector(key - splati(position_of(run, item.seq, is.token)), vf);
+        x = x + times(splat(run->t.alibi[is.head]), distance);
       }
       const vi mask = ((key >= splati(near.lo)) & (key < splati(near.hi))) |
                       ((key >= splati(kept.lo)) & (key < splati(kept.hi)));
@@ -200,13 +194,14 @@ struct Exact {
   void finish(int row) {
     const pa_tensors &t = run->t;
     const bool blind = whole.m[row] == -INFINITY;
-    if (t.sinks && !blind) join(row, t.sinks[head_of(row)], 1, NULL);
+    const Row is = item_row(layer, item, 0, row);
+    if (t.sinks && !blind) join(row, t.sinks[is.head], 1, NULL);
     float *o = whole.o + (int64_t)row * width;
     const float l = whole.l[row];
     for (int d = 0; d < width && !blind; d += W) write(o + d, loadf(o + d) / splat(l));
-    __builtin_memcpy(output_row(run, item.seq, token_of(row), head_of(row)), o, 4L * layer.v_head_size);
+    __builtin_memcpy(output_row(run, item.seq, is), o, 4L * layer.v_head_size);
     if (!t.lse) return;
-    const int64_t at = (run->plan->query_starts[item.seq] + token_of(row)) * t.lse_token + head_of(row) * t.lse_head;
+    const int64_t at = (run->plan->query_starts[item.seq] + is.token) * t.lse_token + is.head * t.lse_head;
     t.lse[at] = blind ? -INFINITY : whole.m[row] + logarithm(l);
   }
 

@@ -26,11 +26,6 @@ template <class Engine>
 PA_INLINE int rows_by(const pa_index &x) {
   return Engine::PLANES ? pa_round_up(x.num_heads, 2 * W) : index_rows(x);
 }
-#if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
-PA_INLINE bool is_few_rows(const pa_index &x, int tokens) {
-  return tokens == 1 && index_rows(x) <= PART_ROWS;
-}
-#endif
 
 PA_INLINE int index_blocks(const pa_index &x, int entries) {
   return x.within ? (entries + x.within_block - 1) / x.within_block : 0;
@@ -42,9 +37,11 @@ struct Keys {
   const char *at, *scale;
 };
 
-struct Silent {  // asks for nothing
-  template <int KEYS>
-  PA_INLINE void keys(const Silent &, int64_t) {}
+// Keys that are scored together: where they lie, and their scores' factors.
+struct KeyGroup {
+  Keys runs[INDEX_TILE + 1];  // behind the last one, one of none
+  int count;
+  float factors[INDEX_TILE + W];
 };
 
 struct InOrder {  // asks for lines that follow one another
@@ -71,10 +68,9 @@ struct Index {
   const int rows, lanes, vectors, room;
   Sizes is;
   bool few;
-  float *weights, *s, *scores, *factors, *q;
+  float *weights, *s, *scores, *q;
   uint32_t *packed, *keys;
-  const char **at, **scale_at;  // of the tile's keys, then of the next tile's
-  int32_t *ids;
+  const char **at;  // of the group's keys, then of the next one's
   uint32_t *ranks;  // [choice][room]
   int32_t *found;
   Ranked *ranked;
@@ -95,13 +91,10 @@ struct Index {
     weights = arena.take<float>(vectors * W);
     s = arena.take<float>((int64_t)(INDEX_TILE + W) * width);
     scores = arena.take<float>((int64_t)choices * INDEX_TILE);
-    factors = arena.take<float>(INDEX_TILE);
     packed = arena.take<uint32_t>((int64_t)vectors * W * pa_max(is.k, pa_round_up(x.head_size, 4 * W)));
     q = (float *)packed;
     keys = arena.take<uint32_t>((int64_t)KEY_ROWS * is.k);
     at = arena.take<const char *>(2 * INDEX_TILE + W);
-    scale_at = arena.take<const char *>(2 * INDEX_TILE);
-    ids = arena.take<int32_t>(2 * INDEX_TILE);
     ranks = arena.take<uint32_t>((int64_t)choices * room);
     found = arena.take<int32_t>((int64_t)choices * room);
     ranked = arena.take<Ranked>(choices);
@@ -201,41 +194,31 @@ struct Index {
     entry = stop;
     return keys.count;
   }
-  // A tile of them at most, to the places from `first` on.
-  int find(int32_t &entry, int first) {
-    const int64_t bytes = (int64_t)x.head_size * sizeof(T);
-    int n = 0;
-    while (n < INDEX_TILE) {
-      Keys some;
-      const int count = keys_from(entry, INDEX_TILE - n, some), to = first + n;
-      if (count < 0) return -1;
+  // A group of them at most; false where the table points outside the cache.
+  bool find(int32_t &entry, KeyGroup &group) {
+    Keys *run = group.runs;
+    int count = 0;
+    for (group.count = 0; group.count < INDEX_TILE; group.count += count, run++) {
+      count = keys_from(entry, INDEX_TILE - group.count, *run);
+      if (count < 0) return false;
       if (!count) break;
-      for (int i = 0; i < count; i++) at[to + i] = some.at + i * bytes;
-      for (int i = 0; i < count; i++) ids[to + i] = some.first + i;
-      for (int i = 0; x.scaled && i < count; i++) scale_at[to + i] = some.scale + 4 * i;
-      if (x.scaled) prefetch(some.scale + 4 * (count - 1));
-      n += count;
+      for (int i = 0; x.scaled && i < count + 15; i += 16) prefetch_l2_here(run->scale + 4 * pa_min(i, count - 1));
     }
-    return n;
+    *run = {0, 0, NULL, NULL};
+    return true;
   }
-
-  void take_factors(int count, float by) {
-    for (int i = 0; i < INDEX_TILE; i += W) {
-      vf scale = splat(1.0f);
-      const bool in_run = i + W <= count && x.block_size % W == 0 && ids[i] % W == 0 && ids[i + W - 1] - ids[i] == W - 1;
-      if (x.scaled && in_run) scale = read<vf>(scale_at[i]);
-      for (int j = i; x.scaled && !in_run && j < pa_min(i + W, count); j++) {
-        float one;
-        __builtin_memcpy(&one, scale_at[j], 4);
-        scale[j - i] = one;
+  void take_factors(KeyGroup &group, float by) const {
+    float *to = group.factors;
+    for (const Keys *run = group.runs; run->count; to += run->count, run++) {
+      for (int i = 0; i < run->count; i += W) {
+        const vf scale = x.scaled ? load_part((const float *)run->scale + i, run->count - i) : splat(1.0f);
+        write(to + i, scale * splat(by));
       }
-      write(factors + i, scale * splat(by));
     }
   }
 
   // W keys' sums of `count` rows of one token, from its row `head` on, to scores: a vector of each row.
-  PA_ALWAYS void fold_rows(vf *block, int count, int token, int head, int t) {
-    const vf factor = loadf(factors + t);
+  PA_ALWAYS void fold_rows(vf *block, int count, int token, int head, int t, vf factor) {
     PA_UNROLLED
     for (int j = 0; j < count; j++) {
       block[j] *= factor;
@@ -253,19 +236,20 @@ struct Index {
     write(to, sum);
   }
   // Rows of V vectors, from the `first`th on, to scores. s is [key][V * W].
-  PA_NOINLINE void fold(const float *s, int V, int first, int count) {
-    for (int t = 0; t < count; t += W) {
+  PA_NOINLINE void fold(const float *s, int V, int first, const KeyGroup &group) {
+    for (int t = 0; t < group.count; t += W) {
+      const vf factor = loadf(group.factors + t);
       for (int v = 0; v < V; v++) {
         vf block[W];
         for (int i = 0; i < W; i++) block[i] = loadf(s + (int64_t)(t + i) * V * W + v * W);
         transpose(block);
         int lane = (first + v) * W;
         if (rows >= W) {
-          if (lane / rows < item.tokens) fold_rows(block, W, lane / rows, lane % rows, t);
+          if (lane / rows < item.tokens) fold_rows(block, W, lane / rows, lane % rows, t, factor);
           continue;
         }
         for (int i = 0; i < W && lane / rows < item.tokens; i += rows, lane += rows) {
-          fold_rows(block + i, rows, lane / rows, 0, t);
+          fold_rows(block + i, rows, lane / rows, 0, t, factor);
         }
       }
     }
@@ -326,16 +310,12 @@ struct Index {
     if (x.pool > 1) return add_pooled(r, id, score, n);
     add_entries(r, id, score, n);
   }
-  void rank(int count) {
+  PA_NOINLINE void rank(const KeyGroup &group) {
     for (int i = 0; i < item.tokens * x.choices; i++) {
       const float *mine = scores + (int64_t)i * INDEX_TILE;
-      for (int from = 0, to; from < count; from = to) {
-        to = count;
-        if (x.within) {
-          const int block = ids[from] / x.within_block;
-          for (to = from + 1; to < count && ids[to] == ids[from] + (to - from) && ids[to] / x.within_block == block;) to++;
-        }
-        rank_some(ranked[i], ids[from], mine + from, to - from);
+      if (!x.within) rank_some(ranked[i], group.runs->first, mine, group.count);
+      for (const Keys *run = group.runs; x.within && run->count; mine += run->count, run++) {
+        rank_some(ranked[i], run->first, mine, run->count);
       }
     }
   }
@@ -356,22 +336,22 @@ struct Index {
   }
 
   template <int V>
-  PA_NOINLINE void multiply(int first, int count, Ahead &ahead) {
+  PA_NOINLINE void multiply(int first, const KeyGroup &group, Ahead &ahead) {
     const uint32_t *from = packed + (int64_t)first * W * is.k;
-    Engine::template scores<V>(keys, from, s, count, is, ahead);
-    fold(s, V, first, count);
+    Engine::template scores<V>(keys, from, s, group.count, is, ahead);
+    fold(s, V, first, group);
   }
-  void multiply_all(int count, Ahead &ahead) {
-    for (int i = 0; i < count; i++) {
+  void multiply_all(const KeyGroup &group, Ahead &ahead) {
+    for (int i = 0; i < group.count; i++) {
       ahead(is.k / 8);
       Engine::pack_key((const T *)at[i], keys, i, x.head_size, is);
     }
     const int each = panel_vectors();
     for (int first = 0; first < vectors; first += each) {
       switch (pa_min(each, vectors - first)) {
-        case 1: multiply<1>(first, count, ahead); break;
-        case 2: multiply<2>(first, count, ahead); break;
-        default: multiply<Engine::VECTORS>(first, count, ahead);
+        case 1: multiply<1>(first, group, ahead); break;
+        case 2: multiply<2>(first, group, ahead); break;
+        default: multiply<Engine::VECTORS>(first, group, ahead);
       }
     }
   }
@@ -399,9 +379,9 @@ struct Index {
     }
   }
   template <int ROWS>
-  PA_NOINLINE void dot_all(int count, int next) {
+  PA_NOINLINE void dot_all(const KeyGroup &group, int next) {
     constexpr int KEYS = W / ROWS;
-    const int there = count + next, places = count == INDEX_TILE ? INDEX_PLACES : 1, each = count / places;
+    const int count = group.count, there = count + next, places = count == INDEX_TILE ? INDEX_PLACES : 1, each = count / places;
     for (int i = there; i < there + W; i++) at[i] = at[there - 1];
     const int bytes = x.head_size * (int)sizeof(T), ld = row_floats();
     const int distance = pa_round_up(pa_min(INDEX_AHEAD / bytes + 1, each), W);
@@ -417,15 +397,15 @@ struct Index {
             for (int b = 0; b < bytes; b += 64) prefetch_l2(ask[k] + b);
           }
 #if defined(PA_PAIR_DOTS)
-          block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, Silent());
+          block[p][r] = pair_dots<T, ROWS>(some, 0, (const uint16_t *)q, 2 * ld, x.head_size, NoAsks());
 #else
-          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, Silent());
+          block[p][r] = dots_here<T, ROWS, IndexApart<T>>(some, 0, q, ld, x.head_size, NoAsks());
 #endif
         }
       }
       for (int p = 0; p < places; p++) {
         transpose<ROWS>(block[p]);
-        fold_rows(block[p], ROWS, 0, 0, p * each + i);
+        fold_rows(block[p], ROWS, 0, 0, p * each + i, loadf(group.factors + p * each + i));
       }
     }
   }
@@ -439,7 +419,7 @@ struct Index {
   // Keys whose size the compiler knows, in runs of memory: each run's are ranked when it is done, so that memory
   // isn't idle for long. False where the table points outside the cache. Aligned, as where the loop lies is worth 1 %.
   template <int ROWS, int SIZE>
-  __attribute__((aligned(64))) PA_NOINLINE bool choose_runs() {
+  __attribute__((aligned(64))) PA_NOINLINE bool choose_runs(float by) {
     constexpr int KEYS = W / ROWS, BYTES = SIZE * (int)sizeof(T);
     Keys some = {}, ask = {};
     int32_t entry = item.from, asked = item.from;
@@ -478,7 +458,7 @@ struct Index {
         }
         PA_UNROLLED
         for (int r = 0; r < ROWS; r++) block[r] = sums<KEYS, ROWS>(part[r]);
-        fold_rows(block, ROWS, 0, 0, t);
+        fold_rows(block, ROWS, 0, 0, t, splat(by));
       }
       for (int i = 0; i < x.choices; i++) rank_some(ranked[i], some.first, scores + (int64_t)i * INDEX_TILE, count);
     }
@@ -498,69 +478,70 @@ struct Index {
   }
 #endif
 
-  // A tile of keys after another. False where the table points outside the cache.
-  bool choose_tiles(float by) {
+  // Puts the addresses of a group's keys to the places from `to` on.
+  void take_addresses(const KeyGroup &group, const char **to) const {
+    for (const Keys *run = group.runs; run->count; run++) {
+      for (int i = 0; i < run->count; i++) *to++ = run->at + (int64_t)i * x.head_size * (int)sizeof(T);
+    }
+  }
+  // A group of keys after another. False where the table points outside the cache.
+  bool choose_groups(float by) {
     Item whole = {};
     whole.heads = 1;
     Ahead ahead(whole, 0, x.head_size * (int)sizeof(T));
+    KeyGroup groups[2];
     int32_t entry = item.from;
-    int count = find(entry, 0);
-    while (count > 0) {
-      const int next = find(entry, count);
-      if (next < 0) return false;
-      take_factors(count, by);
+    if (!find(entry, groups[0])) return false;
+    take_addresses(groups[0], at);
+    for (int turn = 0; groups[turn].count; turn ^= 1) {
+      KeyGroup &group = groups[turn], &later = groups[turn ^ 1];
+      if (!find(entry, later)) return false;
+      const int count = group.count, next = later.count;
+      take_addresses(later, at + count);
+      take_factors(group, by);
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
       if (few) {
-        by_rows([&](auto rows) { dot_all<rows()>(count, next); });
+        by_rows([&](auto rows) { dot_all<rows()>(group, next); });
       } else
 #endif
       {
         const int steps = (count + Engine::STEP - 1) / Engine::STEP;
         ahead.turn_to(at + count, at + count, next, count * is.k / 8 + steps * Engine::cost(is.k, vectors));
-        multiply_all(count, ahead);
+        multiply_all(group, ahead);
       }
-      rank(count);
+      rank(group);
       __builtin_memmove(at, at + count, next * sizeof *at);
-      if (x.scaled) __builtin_memmove(scale_at, scale_at + count, next * sizeof *scale_at);
-      __builtin_memmove(ids, ids + count, next * sizeof *ids);
-      count = next;
     }
-    return count == 0;
+    return true;
   }
 
-  void all() {
-    float by = x.scale;
-    bool fine;
-    Engine::begin();
+  // False where the table points outside the cache.
+  bool choose() {
 #if defined(__AMX_BF16__)
-    fine = choose_by_registers(*this, by);
+    return choose_by_registers(*this, x.scale);
 #else
+    float by = x.scale;
     begin();
 #if defined(PA_PAIR_DOTS) || !defined(PA_BASE)
-    few = is_few_rows(x, item.tokens);
+    few = item.tokens == 1 && rows <= PART_ROWS;
     if (few) {
       take_few_rows();
       by /= FACTOR;
-    } else {
-      take_queries();
     }
     if constexpr (SIZE > 0) {
-      take_factors(0, by);
-      fine = in_runs() ? by_rows([&](auto rows) { return choose_runs<rows(), SIZE>(); }) : choose_tiles(by);
-    } else {
-      fine = choose_tiles(by);
+      if (in_runs()) return by_rows([&](auto rows) { return choose_runs<rows(), SIZE>(by); });
     }
-#else
-    take_queries();
-    fine = choose_tiles(by);
 #endif
+    if (!few) take_queries();
+    return choose_groups(by);
 #endif
+  }
+  void all() {
+    Engine::begin();
+    const bool fine = choose();
     Engine::end();
-    if (!fine) {
-      __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
-      return;
-    }
-    leave();
+    if (fine) return leave();
+    __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
   }
 };
 

@@ -116,12 +116,6 @@ template <class Of, class T, int KT, int SIZE>
 struct IndexProducts {
   static constexpr int HT = 4 / KT, STEP = KT * 16;  // keys
   static_assert(SIZE == 0 || SIZE == 128, "the products are written out");
-  // Keys that are scored together: where they lie, and their scores' factors.
-  struct Group {
-    Keys runs[INDEX_TILE + 1];  // behind the last one, one of none
-    int count;
-    float factors[INDEX_TILE + W];
-  };
   // What is left of some runs.
   struct Cursor {
     const Keys *run;
@@ -155,7 +149,7 @@ struct IndexProducts {
   const float *weights;                   // of what is folded
   __mmask16 more = 0;                     // 0: it is of a token's first panel
   Cursor source, later;
-  Group groups[3];                        // to be ranked, multiplied and converted
+  KeyGroup groups[3];                     // to be ranked, multiplied and converted
 
   explicit IndexProducts(Of &of)
       : of(of), panels(of.rows / (HT * W)), depth(of.is.k / 16), block(of.item.tokens > 1 ? 64 : STEP),
@@ -335,29 +329,6 @@ struct IndexProducts {
     }
   }
 
-  // The next ones; false where the table points outside the cache.
-  bool find(int32_t &entry, Group &group) {
-    Keys *run = group.runs;
-    int count = 0;
-    for (group.count = 0; group.count < INDEX_TILE; group.count += count, run++) {
-      count = of.keys_from(entry, INDEX_TILE - group.count, *run);
-      if (count < 0) return false;
-      if (!count) break;
-      for (int i = 0; of.x.scaled && i < count + 15; i += 16) prefetch_l2_here(run->scale + 4 * pa_min(i, count - 1));
-    }
-    *run = {0, 0, NULL, NULL};
-    return true;
-  }
-  void take_factors(Group &group, float by) const {
-    float *to = group.factors;
-    for (const Keys *run = group.runs; run->count; to += run->count, run++) {
-      for (int i = 0; i < run->count; i += W) {
-        const __mmask16 there = (__mmask16)((1u << pa_min(W, run->count - i)) - 1);
-        const vf scale = of.x.scaled ? (vf)_mm512_maskz_loadu_ps(there, (const float *)run->scale + i) : splat(1.0f);
-        write(to + i, scale * splat(by));
-      }
-    }
-  }
   // A key's products are of the other sign where its scale is negative, as ReLU needs.
   PA_ALWAYS void turn_signs(vf factors, uint32_t *images) const {
     uint32_t negative = lanes_of((vi)factors);
@@ -371,15 +342,6 @@ struct IndexProducts {
     for (int i = 0; i < KT; i++) {
       const vf factor = (vf)(read<vu>(factors + t + i * W) & 0x7fffffffu);
       write(of.scores + (int64_t)token * INDEX_TILE + t + i * W, sum[i] * factor);
-    }
-  }
-  PA_NOINLINE void rank(const Group &group) {
-    for (int i = 0; i < of.item.tokens; i++) {
-      const float *mine = of.scores + (int64_t)i * INDEX_TILE;
-      if (!of.x.within) of.rank_some(of.ranked[i], group.runs->first, mine, group.count);
-      for (const Keys *run = group.runs; of.x.within && run->count; mine += run->count, run++) {
-        of.rank_some(of.ranked[i], run->first, mine, run->count);
-      }
     }
   }
 
@@ -507,7 +469,7 @@ struct IndexProducts {
     const int tokens = of.item.tokens;
     const int64_t panel_words = HT * depth * TILE_WORDS, block_words = block * depth * 16;
     int32_t entry = of.item.from;
-    const Group *folded = NULL;
+    const KeyGroup *folded = NULL;
     if constexpr (SIZE > 0) {
       if (in_stream()) return stream(*this, by);
     }
@@ -517,9 +479,9 @@ struct IndexProducts {
       if (!folded || panel < panels - 1) return;
       if (!SIZE || panels > 1) sum_all(sum);
       leave(token, t, folded->factors, sum);
-      if (token == tokens - 1 && t + STEP >= folded->count) rank(*folded);
+      if (token == tokens - 1 && t + STEP >= folded->count) of.rank(*folded);
     };
-    if (!find(entry, groups[0])) return false;
+    if (!of.find(entry, groups[0])) return false;
     source.start(groups->runs);
     later = source;
     const auto convert = [&](uint32_t *to, int left) {
@@ -528,9 +490,9 @@ struct IndexProducts {
     convert(of.keys, pa_min(block, groups->count));
     by /= TileKey<T>::FACTOR;
     for (int g = 0; groups[g].count > 0; g = (g + 1) % 3) {
-      Group &group = groups[g], &next = groups[(g + 1) % 3];
-      if (!find(entry, next)) return false;
-      take_factors(group, by);
+      KeyGroup &group = groups[g], &next = groups[(g + 1) % 3];
+      if (!of.find(entry, next)) return false;
+      of.take_factors(group, by);
       later.start(next.runs);
       for (int from = 0; from < group.count; from += block, turn ^= 1) {
         const uint32_t *keys = of.keys + turn * block_words;

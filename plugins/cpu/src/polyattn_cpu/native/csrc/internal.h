@@ -25,6 +25,10 @@ struct Item {
   int64_t cost;
 };
 
+static inline int32_t rows_per_head(const pa_layer &layer, const Item &item) {
+  return item.tokens * (layer.num_heads / layer.num_kv_heads);
+}
+
 struct Group {
   int32_t first_part, parts;
 };

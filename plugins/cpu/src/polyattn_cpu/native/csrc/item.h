@@ -14,10 +14,6 @@ PA_INLINE bool value_follows_key(const Source &s, int64_t key_bytes) {
   return s.value == s.key + key_bytes && s.key_head == s.value_head;
 }
 
-PA_ONCE int rows_per_head(const pa_layer &layer, const Item &item) {
-  return item.tokens * (layer.num_heads / layer.num_kv_heads);
-}
-
 // What is left of a cache's strides: bytes, where it holds rows of them.
 PA_INLINE int64_t stored_bytes(const pa_layer &layer) {
   return layer.key_format ? 1 : itemsize(layer.cache_dtype);
@@ -119,30 +115,55 @@ PA_ONCE Logits logits_of(const Run *run) {
   return {scale * LOG2E, 0.0f, run->t.alibi != NULL};
 }
 
-// What the row of query token `token` (of its sequence) and query head `head` knows of itself.
-PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int lane, int token,
-                        int head) {
+// What a row of an item is of: the query token, of its sequence, and the query head.
+struct Row {
+  int token, head;
+};
+PA_INLINE Row item_row(const pa_layer &layer, const Item &item, int kv_head, int row) {
+  const int ratio = layer.num_heads / layer.num_kv_heads;
+  return {item.token0 + row / ratio, (item.head0 + kv_head) * ratio + row % ratio};
+}
+PA_INLINE const char *query_row(const Run *run, int seq, Row row) {
+  const pa_tensors &t = run->t;
+  const int64_t at = (run->plan->query_starts[seq] + row.token) * t.query_token + row.head * t.query_head;
+  return (const char *)t.query + at * itemsize(run->plan->layer.dtype);
+}
+PA_INLINE char *output_row(const Run *run, int seq, Row row) {
+  const pa_tensors &t = run->t;
+  const int64_t at = (run->plan->query_starts[seq] + row.token) * t.out_token + row.head * t.out_head;
+  return (char *)t.out + at * itemsize(run->plan->layer.dtype);
+}
+PA_INLINE int position_of(const Run *run, int seq, int token) {
   const pa_plan *plan = run->plan;
-  int len = plan->lens[item.seq];
-  int queries = plan->query_starts[item.seq + 1] - plan->query_starts[item.seq];
-  int position = len - queries + token;
-  const KeyRanges seen = pa_key_ranges(&plan->layer, position, position, len);
+  return plan->lens[seq] - (plan->query_starts[seq + 1] - plan->query_starts[seq]) + token;
+}
+
+// What a row knows of itself.
+PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int lane, Row row) {
+  const int position = position_of(run, item.seq, row.token);
+  const KeyRanges seen = pa_key_ranges(&run->plan->layer, position, position, run->plan->lens[item.seq]);
   rows.near_lo[lane] = seen.near.lo;
   rows.near_hi[lane] = seen.near.hi;
   rows.kept_lo[lane] = seen.kept.lo;
   rows.kept_hi[lane] = seen.kept.hi;
   rows.position[lane] = (float)position;
-  if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
+  if (run->t.alibi) rows.slope[lane] = run->t.alibi[row.head] * LOG2E;
 }
-
-// What a row knows that the row before it, of the same token, does, too.
-PA_INLINE void same_lane(const Run *run, const Lanes &rows, int lane, int head) {
-  rows.near_lo[lane] = rows.near_lo[lane - 1];
-  rows.near_hi[lane] = rows.near_hi[lane - 1];
-  rows.kept_lo[lane] = rows.kept_lo[lane - 1];
-  rows.kept_hi[lane] = rows.kept_hi[lane - 1];
-  rows.position[lane] = rows.position[lane - 1];
-  if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
+// The same of a row behind the one in the lane before, which knows it where both are of one token. Returns its query.
+PA_INLINE const char *enter_row(const Run *run, const Item &item, const Lanes &rows, int lane, int kv_head, int row) {
+  const pa_layer &layer = run->plan->layer;
+  const Row is = item_row(layer, item, kv_head, row);
+  if (row % (layer.num_heads / layer.num_kv_heads)) {
+    rows.near_lo[lane] = rows.near_lo[lane - 1];
+    rows.near_hi[lane] = rows.near_hi[lane - 1];
+    rows.kept_lo[lane] = rows.kept_lo[lane - 1];
+    rows.kept_hi[lane] = rows.kept_hi[lane - 1];
+    rows.position[lane] = rows.position[lane - 1];
+    if (run->t.alibi) rows.slope[lane] = run->t.alibi[is.head] * LOG2E;
+  } else {
+    set_lane(run, item, rows, lane, is);
+  }
+  return query_row(run, item.seq, is);
 }
 
 PA_INLINE float v_scale_of(const Run *run) {
@@ -150,40 +171,33 @@ PA_INLINE float v_scale_of(const Run *run) {
 }
 
 // By what one row's sums are multiplied in the end; joins a learned sink, and writes the LSE.
-PA_ONCE float finish_sum(const Run *run, int seq, int token, int head, float m, float l) {
+PA_ONCE float finish_sum(const Run *run, int seq, Row row, float m, float l) {
   const pa_tensors &t = run->t;
   const bool seen = l > 0 || l != l;  // else it has no key, and a learned sink alone is nothing
   float factor = seen ? v_scale_of(run) : 0.0f, weight = l, top = m;
   if (t.sinks && seen) {
-    float sink = t.sinks[head] * LOG2E;
+    float sink = t.sinks[row.head] * LOG2E;
     top = m > sink ? m : sink;
     float shrink = exp2f(m - top);
     weight = l * shrink + exp2f(sink - top);
     factor *= shrink;
   }
   if (t.lse) {
-    int64_t row = run->plan->query_starts[seq] + token;
-    float lse = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
-    t.lse[row * t.lse_token + head * t.lse_head] = lse;
+    const int64_t token = run->plan->query_starts[seq] + row.token;
+    t.lse[token * t.lse_token + row.head * t.lse_head] = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
   }
   return seen ? factor / weight : factor;
 }
 
-PA_INLINE char *output_row(const Run *run, int seq, int token, int head) {
-  const pa_tensors &t = run->t;
-  int64_t row = run->plan->query_starts[seq] + token;
-  return (char *)t.out + (row * t.out_token + head * t.out_head) * itemsize(run->plan->layer.dtype);
-}
-
 // Divides one row by its sum, joins a learned sink, and writes output and LSE. Scales `o` in place.
-PA_ONCE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
+PA_ONCE void finish_row(const Run *run, int seq, Row row, float *o, float m, float l) {
   const pa_layer &layer = run->plan->layer;
-  const float factor = finish_sum(run, seq, token, head, m, l);
+  const float factor = finish_sum(run, seq, row, m, l);
   int size = layer.v_head_size, i = 0;
   vf by = splat(factor);
   for (; i + W <= size; i += W) write(o + i, loadf(o + i) * by);
   for (; i < size; i++) o[i] *= factor;
-  narrow(o, output_row(run, seq, token, head), layer.dtype, size);
+  narrow(o, output_row(run, seq, row), layer.dtype, size);
 }
 
 // A partial result: per KV head and row, v_head_size sums; then all m, then all l.
@@ -200,8 +214,7 @@ PA_INLINE Part part_at(const Run *run, int part, int rows) {
 // last.
 PA_ONCE void merge_parts(const Run *run, const Item &item, const Group &group, float *o) {
   const pa_layer &layer = run->plan->layer;
-  int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
-  int rows = item.heads * per_head, size = layer.v_head_size;
+  const int per_head = rows_per_head(layer, item), rows = item.heads * per_head, size = layer.v_head_size;
   for (int row = 0; row < rows; row++) {
     float m = LOWEST, l = 0;
     for (int i = 0; i < group.parts; i++) {
@@ -217,21 +230,15 @@ PA_ONCE void merge_parts(const Run *run, const Item &item, const Group &group, f
       const float *from = part.o + (int64_t)row * size;
       for (int j = 0; j < size; j++) o[j] += from[j] * by;
     }
-    int in_head = row % per_head;
-    int head = (item.head0 + row / per_head) * ratio + in_head % ratio;
-    finish_row(run, item.seq, item.token0 + in_head / ratio, head, o, m, l);
+    finish_row(run, item.seq, item_row(layer, item, row / per_head, row % per_head), o, m, l);
   }
 }
 
 // One row's result leaves its item: to the output, or to the item's partial result.
 PA_ONCE void leave(const Run *run, const Item &item, int head, int row, float *o, float m, float l) {
   const pa_layer &layer = run->plan->layer;
-  int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
-  if (item.part < 0) {
-    int query_head = (item.head0 + head) * ratio + row % ratio;
-    return finish_row(run, item.seq, item.token0 + row / ratio, query_head, o, m, l);
-  }
-  int index = head * per_head + row;
+  if (item.part < 0) return finish_row(run, item.seq, item_row(layer, item, head, row), o, m, l);
+  const int per_head = rows_per_head(layer, item), index = head * per_head + row;
   Part part = part_at(run, item.part, item.heads * per_head);
   part.m[index] = m;
   part.l[index] = l;

@@ -123,7 +123,7 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   if (run->plan->layer.key_format) {
     if (few_bytes(run->plan->layer, item)) return row_item(run, item, turn);
   } else if (const int rows = rows_per_head(run->plan->layer, item); rows <= WIDE_ROWS) {
-    return rows <= TILE_ROWS ? tile_item<T>(run, item, turn) : wide_item<T>(run, item, turn);
+    return rows <= TILE_ROWS ? tiled_item<Tile<T>>(run, item, turn) : tiled_item<Wide<T>>(run, item, turn);
   }
 #elif defined(PA_PAIR_DOTS)
   const pa_layer &layer = run->plan->layer;

@@ -71,7 +71,8 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
   Matrix(Run *run, const Item &item, Arena &arena)
       : run(run), item(item), layer(run->plan->layer), is(Engine::sizes(layer)) {
     constexpr int width = Engine::VECTORS * W;
-    panels = {item.tokens * ratio(), (item.tokens * ratio() + width - 1) / width};
+    const int rows = rows_per_head(layer, item);
+    panels = {rows, (rows + width - 1) / width};
     int64_t count = (int64_t)panels.count * width;
     lanes = lanes_at(arena.take<char>(4 * LANE_ARRAYS * count), (int)count);
     q = arena.take<uint32_t>(count * is.k);
@@ -96,15 +97,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
   static int row_of(int vectors) { return Engine::PLANES ? W : vectors * W; }
   static int64_t step_of(int rows) { return Engine::PLANES ? (int64_t)rows * W : W; }
 
-  int ratio() const { return layer.num_heads / layer.num_kv_heads; }
-  int token_of(int row) const { return item.token0 + row / ratio(); }
-  int head_of(int row) const { return item.head0 * ratio() + row % ratio(); }
-  const char *query_of(int row) const {
-    const int64_t token = run->plan->query_starts[item.seq] + token_of(row);
-    const int64_t at = token * run->t.query_token + head_of(row) * run->t.query_head;
-    return (const char *)run->t.query + at * itemsize(layer.dtype);
-  }
-  char *output_of(int row) const { return output_row(run, item.seq, token_of(row), head_of(row)); }
+  char *output_of(int row) const { return output_row(run, item.seq, item_row(layer, item, 0, row)); }
 
   // Two vectors of rows on: a row is a few lines only, too few for the processor to see what comes next.
   static constexpr int ROWS_AHEAD = 2 * W;
@@ -118,14 +111,9 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
       const char *from[W];
       for (int r = 0; r < count; r++) {
         const int row = row0 + r;
-        from[r] = query_of(row);
-        if (row % ratio()) {
-          same_lane(run, lanes, row, head_of(row));
-        } else {
-          set_lane(run, item, lanes, row, token_of(row), head_of(row));
-        }
+        from[r] = enter_row(run, item, lanes, row, 0, row);
         if (row + ROWS_AHEAD >= panels.rows) continue;
-        const char *next = query_of(row + ROWS_AHEAD);
+        const char *next = query_row(run, item.seq, item_row(layer, item, 0, row + ROWS_AHEAD));
         for (int i = 0; i < bytes; i += 64) prefetch(next + i);
       }
       for (int d = 0; d < is.k; d += W) {
@@ -250,7 +238,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     char *to[W];
     for (int r = 0; r < count; r++) {
       const int row = row0 + r;
-      factor[r] = finish_sum(run, item.seq, token_of(row), head_of(row), lanes.m[row], lanes.l[row]);
+      factor[r] = finish_sum(run, item.seq, item_row(layer, item, 0, row), lanes.m[row], lanes.l[row]);
       to[r] = output_of(row);
     }
     const vf by = loadf(factor);

@@ -3,7 +3,6 @@
 // integers times a unit. A vector has QUARTERS of 128 bits, and of codes a quarter is a key's. Included by row_path.h.
 
 constexpr int INT_MOST = 32767;
-constexpr float INT_LEAST = 0x1p-110f;  // whose reciprocal, times that, is finite
 constexpr int QUARTERS = W / 4;
 constexpr int INT_TWICE = W == 8 ? 2 : 1;  // a query's integers of codes lie so often: for each quarter, if they have room
 
@@ -26,8 +25,6 @@ PA_INLINE vi add_ints(vi acc, vs x, vs by) {
 #endif
 }
 PA_INLINE vf int_sums(vi x) { return __builtin_convertvector(x, vf); }
-// The larger magnitude; NaN is the largest.
-PA_INLINE vf larger(vf a, vf b) { return (vf)PA_INT(max_epi32)((vint)a, (vint)((vi)b & 0x7fffffff)); }
 // What turns numbers up to `most` into integers: none where that isn't finite.
 PA_INLINE vf int_scale(vf most) { return most > splat(INT_LEAST) ? splat((float)INT_MOST) / most : vf{}; }
 PA_INLINE vi to_ints(vf x, vf scale) { return (vi)PA_INT(cvtps_epi32)((vfloat)(x * scale)); }
@@ -156,12 +153,11 @@ PA_INLINE vs quarter_words(const char *const *rows, int each, int64_t at, int so
 // The scales of 16 words of each of QUARTERS rows, at most `groups` groups: those of four words are a vector.
 template <int SCALE>
 struct QuarterScales {
-  static constexpr int BYTES = SCALE == PA_STEPS ? 4 : SCALE == PA_HALVES ? 2 : 1;  // of a group
   vf all[2];
   QuarterScales(const char *const *rows, int each, int64_t at, int groups) {
     uint64_t first[QUARTERS], second[QUARTERS];
     auto some = [&](int k, int from) __attribute__((always_inline)) {
-      const int left = pa_min(SCALE == PA_POWERS ? 4 : 8, BYTES * groups - from);
+      const int left = pa_min(SCALE == PA_POWERS ? 4 : 8, SCALE_BYTES<SCALE> * groups - from);
       return left <= 0 ? 0 : some_bytes(rows[k * each] + at + from, left);
     };
     PA_UNROLLED
@@ -230,7 +226,7 @@ PA_NOINLINE void code_int_scores(const Codes &of, const IntTable &table, int fir
         const int group = word / WORDS, left = whole() ? 16 / WORDS : groups - group;
         PA_UNROLLED
         for (int i = 0; i < EACH; i++) {
-          const QuarterScales<SCALE> scales(keys + i, EACH, scales_at + QuarterScales<SCALE>::BYTES * group, left);
+          const QuarterScales<SCALE> scales(keys + i, EACH, scales_at + SCALE_BYTES<SCALE> * group, left);
           auto four = [&](auto g) __attribute__((always_inline)) {
             const int at = word + 4 * g();
             if (!whole() && at >= words) return;

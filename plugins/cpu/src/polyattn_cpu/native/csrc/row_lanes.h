@@ -17,8 +17,6 @@ struct PairTable {
 
 template <int SCALE>
 constexpr int CODE_GROUPS = SCALE == PA_E4M3S ? 8 : 4;  // of W words
-template <int SCALE>
-constexpr int SCALE_BYTES = SCALE == PA_STEPS ? 4 : SCALE == PA_HALVES ? 2 : 1;  // of a group
 
 // Scales of e4m3, bytes of 16 lanes: as float16 their 256th part, NaN too.
 PA_INLINE vf e4m3_scales(__m128i bytes) {
@@ -142,6 +140,24 @@ PA_INLINE void turned_scales(const char *const *rows, int64_t at, int groups, vf
     }
   }
 }
+
+// Queries and weights that bytes are multiplied by are integers of 16 bits, as an upper and a lower byte.
+constexpr int BYTE_MOST = 127 * 256 + 127;  // whose upper byte, as the lower one is signed, is 127
+PA_INLINE __m128i upper_bytes(__m512i x) {
+  return _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8));
+}
+PA_INLINE __m128i lower_bytes(__m512i x) { return _mm512_cvtepi32_epi8(x); }
+// The largest of all lanes, its unit, and what turns numbers up to it into integers: 0 where that isn't finite.
+struct ByteUnit {
+  float unit, by;
+  explicit ByteUnit(vf most) {
+    const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
+    float largest;
+    __builtin_memcpy(&largest, &bits, 4);
+    unit = largest / BYTE_MOST;
+    by = largest > INT_LEAST ? BYTE_MOST / largest : 0.0f;
+  }
+};
 
 // Scores of W keys, a vector of each row, to their places: a key's are `lds` on.
 template <int ROWS>

@@ -41,10 +41,10 @@ PA_INLINE void add_one_pair(vf &acc, __m512i x, const float *pair) {
 // Scores of `count` keys, as whole vectors of W, with USED of ROWS rows: a key's are `lds` on. `sums_of`: a row's of each
 // group.
 template <int SCALE, int ROWS, int USED, class Asks>
-PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, const char *const *keys, int count, const float *q,
-                             const float *sums_of, int ldsum, float *s, int lds, Asks asks) {
+PA_NOINLINE void code_scores(const Codes &of, const PairTable &table, int count, const float *q, const float *sums_of,
+                             int ldsum, float *s, int lds, Asks asks) {
   constexpr int GROUPS = CODE_GROUPS<SCALE>, WORDS = W / GROUPS, CHAINS = ROWS > 4 ? 1 : 2;
-  const char *const *const end = keys + count;
+  const char *const *keys = of.rows, *const *const end = keys + count;
   const int words = of.words;
   const int64_t offset = of.offset;
   vf turned[4];
@@ -271,11 +271,7 @@ PA_ONCE void sums_in_order(float *x, int size) {
   }
 }
 
-// Products of int8 by vpdpbusd, four elements of a word at once, exact in 32 bits. What they meet, queries and
-// weights, are integers of 16 bits, as an upper and a lower byte; so what is stored is taken as 128 more.
-constexpr int QUAD_MOST = 127 * 256 + 127;  // whose upper byte, as the lower one is signed, is 127
-constexpr float QUAD_LEAST = 0x1p-110f;     // whose reciprocal, times that, is finite
-
+// Products of int8 by vpdpbusd, four elements of a word at once, exact in 32 bits: what is stored is taken as 128 more.
 PA_INLINE __m512i stored_quads(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
 PA_INLINE __m512i add_quads(__m512i acc, __m512i stored, __m512i by) { return _mm512_dpbusd_epi32(acc, stored, by); }
 // By four bytes that the multiplication loads itself: an instruction less.
@@ -294,29 +290,21 @@ PA_ONCE void to_quads(float *q, int ldq, int size, float *unit, int32_t *more, i
   uint32_t *to = (uint32_t *)room;
   for (int r = 0; r < ROWS; r++) {
     const float *row = q + (int64_t)r * ldq;
-    __m512i of = _mm512_setzero_si512();  // magnitudes; of NaN the most
-    for (int i = 0; i < size; i += W) {  // beyond them are zeros
-      of = _mm512_max_epi32(of, _mm512_and_si512(_mm512_loadu_si512(row + i), _mm512_set1_epi32(0x7fffffff)));
-    }
-    const int32_t bits = _mm512_reduce_max_epi32(of);
-    const bool finite = bits < 0x7f800000;
-    float most;
-    __builtin_memcpy(&most, &bits, 4);
-    const float by = finite && most > QUAD_LEAST ? QUAD_MOST / most : 0.0f;
+    vf most = {};
+    for (int i = 0; i < size; i += W) most = larger(most, loadf(row + i));  // beyond them are zeros
+    const ByteUnit is(most);
     __m512i sum = _mm512_setzero_si512();
     for (int i = 0; i < size; i += W) {
       const __mmask16 some = (__mmask16)(size - i >= W ? 0xffff : (1 << (size - i)) - 1);
-      const __m512i x = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(some, _mm512_loadu_ps(row + i), _mm512_set1_ps(by)));
+      const __m512i x = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(some, _mm512_loadu_ps(row + i), _mm512_set1_ps(is.by)));
       sum = _mm512_add_epi32(sum, x);
-      const __m128i low = _mm512_cvtepi32_epi8(x);
-      const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8));
       uint32_t each[2][4];
-      _mm_storeu_si128((__m128i *)each[0], high);
-      _mm_storeu_si128((__m128i *)each[1], low);
-      for (int w = 0; w < 8; w++) to[((i / 4 + w / 2) * 2 + w % 2) * ROWS + r] = by != 0 ? each[w % 2][w / 2] : 0;
+      _mm_storeu_si128((__m128i *)each[0], upper_bytes(x));
+      _mm_storeu_si128((__m128i *)each[1], lower_bytes(x));
+      for (int w = 0; w < 8; w++) to[((i / 4 + w / 2) * 2 + w % 2) * ROWS + r] = is.by != 0 ? each[w % 2][w / 2] : 0;
     }
-    unit[(int64_t)r * step] = finite ? most / QUAD_MOST : NAN;
-    more[(int64_t)r * step] = by != 0 ? -128 * _mm512_reduce_add_epi32(sum) : 0;
+    unit[(int64_t)r * step] = is.unit;
+    more[(int64_t)r * step] = is.by != 0 ? -128 * _mm512_reduce_add_epi32(sum) : 0;
   }
   __builtin_memcpy(q, to, (int64_t)words * 2 * ROWS * 4);
 }
@@ -376,16 +364,15 @@ PA_NOINLINE void quad_scores(const char *const *keys, int64_t offset, int size,
 // add to the sums.
 PA_NOINLINE void quad_weights(float *p, int ldp, int count, const float *by, __m512i of_lane, uint32_t *weights,
                               int ld, float *unit, int32_t *more) {
-  const __m512i positive = _mm512_set1_epi32(0x7fffffff);
-  __m512i most = _mm512_setzero_si512(), sum = _mm512_setzero_si512();
+  vf most = {};
+  __m512i sum = _mm512_setzero_si512();
   for (int t = 0; t < count; t++, by += W) {
     const vf x = loadf(p + (int64_t)t * ldp) * (vf)_mm512_permutexvar_ps(of_lane, _mm512_loadu_ps(by));
     write(p + (int64_t)t * ldp, x);
-    most = _mm512_max_epi32(most, _mm512_and_si512((__m512i)x, positive));  // of NaN the most
+    most = larger(most, x);
   }
-  const vf largest = (vf)most;
-  const vf scale = largest > splat(QUAD_LEAST) ? splat((float)QUAD_MOST) / largest : vf{};
-  write(unit, largest * splat(1.0f / QUAD_MOST));
+  const vf scale = most > splat(INT_LEAST) ? splat((float)BYTE_MOST) / most : vf{};
+  write(unit, most * splat(1.0f / BYTE_MOST));
   for (int t = 0; t < count; t += 4, weights += 2 * ld) {
     __m512i each[4];
     PA_UNROLLED

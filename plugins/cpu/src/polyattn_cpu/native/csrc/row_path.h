@@ -108,6 +108,18 @@ PA_NOINLINE void add_codes(const Codes &of, const Table &table, int first, int c
   }
 }
 
+#if defined(__AVX2__)
+// The larger magnitude; NaN is the largest.
+PA_INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_epi32((__m512i)a, (__m512i)((vi)b & 0x7fffffff));
+#else
+  return (vf)_mm256_max_epi32((__m256i)a, (__m256i)((vi)b & 0x7fffffff));
+#endif
+}
+constexpr float INT_LEAST = 0x1p-110f;  // whose reciprocal, times an integer of 16 bits, is finite
+#endif
+
 #if defined(PA_PAIR_DOTS)
 #include "row_lanes.h"
 #include "row_pairs.h"
@@ -306,11 +318,12 @@ struct RowDecode : Decode<float, ROWS, 1> {
     const int groups = of.groups;
     char *const by = value_room + 2L * groups * TILE_BYTES;
     for (int t = 0; t < count; t += 32) {
-      const Codes some = {of.rows + t, of.offset, of.by, of.least, of.words, of.ld, of.scales, of.groups};
-      tiles_of_values(some, table, some.rows, value_room, ask(pa_min(32, count - t) * is.parts, 32));
+      Codes some = of;
+      some.rows += t;
+      tiles_of_values(some, table, value_room, ask(pa_min(32, count - t) * is.parts, 32));
       for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
         by_tile_scale(value, [&](auto scale) {
-          tiles_of_weights<scale(), ROWS>(some, some.rows, count - t, s + (int64_t)t * is.lanes + lane, is.lanes, by);
+          tiles_of_weights<scale(), ROWS>(some, count - t, s + (int64_t)t * is.lanes + lane, is.lanes, by);
         });
         add_tile_values(by, value_room, groups, ROWS, o + (int64_t)lane * is.ldo, is.ldo);
       }
@@ -602,7 +615,7 @@ struct RowDecode : Decode<float, ROWS, 1> {
     by_scale(key, [&](auto scale) {
       for (int lane = h * is.parts * ROWS; lane < (h + 1) * is.parts * ROWS; lane += ROWS) {
         by_used([&](auto n) {
-          code_scores<scale(), ROWS, n()>(of, table, of.rows, count, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width, sum_width,
+          code_scores<scale(), ROWS, n()>(of, table, count, q + (int64_t)lane * ldq, q_sums + (int64_t)lane * sum_width, sum_width,
                                           s + lane, is.lanes, ask(count, pa_round_up(count, W) / W * (of.words + of.words / 2)));
         });
       }

@@ -103,7 +103,7 @@ PA_INLINE void turned_weights(const float *p, int ldp, vf *to) {
 }
 // The weights of 32 keys, of which `count` are, times each group's scales, as rows of a tile for each group.
 template <int SCALE, int ROWS>
-PA_NOINLINE void tiles_of_weights(const Codes &of, const char *const *rows, int count, const float *p, int ldp, char *to) {
+PA_NOINLINE void tiles_of_weights(const Codes &of, int count, const float *p, int ldp, char *to) {
   constexpr int SOME = ROWS < 4 ? 4 : ROWS;
   for (int group = 0; group < of.groups; group += 4) {
     const int some = pa_min(4, of.groups - group);
@@ -111,7 +111,7 @@ PA_NOINLINE void tiles_of_weights(const Codes &of, const char *const *rows, int 
     PA_UNROLLED
     for (int half = 0; half < 2; half++) {
       const int first = half * W;
-      turned_scales<SCALE>(rows + first, of.scales + SCALE_BYTES<SCALE> * group, of.groups - group, by[half], none);
+      turned_scales<SCALE>(of.rows + first, of.scales + SCALE_BYTES<SCALE> * group, of.groups - group, by[half], none);
       turned_weights<SOME>(p + (int64_t)first * ldp, ldp, weight[half]);
     }
     const __mmask32 there = count >= 32 ? ~0u : (1u << count) - 1;
@@ -126,12 +126,12 @@ PA_NOINLINE void tiles_of_weights(const Codes &of, const char *const *rows, int 
 }
 // The numbers of 32 keys' values, two tiles for each group.
 template <class Asks>
-PA_NOINLINE void tiles_of_values(const Codes &of, const PairTable &table, const char *const *rows, char *to, Asks asks) {
+PA_NOINLINE void tiles_of_values(const Codes &of, const PairTable &table, char *to, Asks asks) {
   const __m512i code = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
                                         0x0004000400040004, 0x0004000400040004, 0, 0);
   for (int t = 0; t < 32; t += 2, to += 64) {
     Asks::template values<128>(asks, t);
-    const char *a = rows[t] + of.offset, *b = rows[t + 1] + of.offset;
+    const char *a = of.rows[t] + of.offset, *b = of.rows[t + 1] + of.offset;
     for (int g = 0; g < of.words / 4; g++) {
       const __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(a + 16 * g)));
       const __m512i y = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(b + 16 * g)));
@@ -170,30 +170,8 @@ PA_INLINE void add_tile_values(const char *weights, const char *values, int grou
   all_written();
 }
 
-// Rows of int8 by products of bytes, exact in 32 bits. Queries and weights are integers of 16 bits, as an upper and a
-// lower byte: columns or rows r and 8 + r of a tile register.
-constexpr int BYTE_MOST = 127 * 256 + 127;  // whose upper byte, as the lower one is signed, is 127
-constexpr float BYTE_LEAST = 0x1p-110f;     // whose reciprocal, times that, is finite
-
-PA_INLINE __m128i upper_bytes(__m512i x) {
-  return _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8));
-}
-PA_INLINE __m128i lower_bytes(__m512i x) { return _mm512_cvtepi32_epi8(x); }
-// The larger magnitude; NaN is the largest.
-PA_INLINE vf larger_size(vf a, vf b) {
-  return (vf)_mm512_max_epi32((__m512i)a, _mm512_and_si512((__m512i)b, _mm512_set1_epi32(0x7fffffff)));
-}
-// The largest of all lanes, its unit, and what turns numbers up to it into integers: 0 where that isn't finite.
-struct ByteUnit {
-  float unit, by;
-  explicit ByteUnit(vf most) {
-    const int32_t bits = _mm512_reduce_max_epi32((__m512i)most);
-    float largest;
-    __builtin_memcpy(&largest, &bits, 4);
-    unit = largest / BYTE_MOST;
-    by = largest > BYTE_LEAST ? BYTE_MOST / largest : 0.0f;
-  }
-};
+// Rows of int8 by products of bytes, exact in 32 bits. An integer's upper and lower byte are columns or rows r and 8 + r
+// of a tile register.
 
 // ROWS queries as tiles of 64 elements each, and their units.
 template <int ROWS>
@@ -202,7 +180,7 @@ PA_ONCE void tiles_of_queries(const float *q, int ldq, int size, char *to, float
   __builtin_memset(units, 0, 8 * sizeof *units);  // of no row: what lies there may be subnormal, and slow
   for (int r = 0; r < ROWS; r++, q += ldq) {
     vf most = vf{};
-    for (int d = 0; d < size; d += W) most = larger_size(most, loadf(q + d));
+    for (int d = 0; d < size; d += W) most = larger(most, loadf(q + d));
     const ByteUnit is(most);
     units[r] = is.unit;
     for (int d = 0; d < size; d += W) {
@@ -278,7 +256,7 @@ PA_NOINLINE void tile_of_byte_weights(RowScales scales, int count, const float *
     PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
       weight[part][r] = (vf)_mm512_maskz_mul_ps(there, (__m512)weight[part][r], (__m512)by);
-      most[r] = larger_size(most[r], weight[part][r]);
+      most[r] = larger(most[r], weight[part][r]);
     }
   }
   PA_UNROLLED

@@ -196,6 +196,8 @@ PA_INLINE vf byte_scales(vu b) {
     return (vf)((vu)both | ((b & 0x80u) << 24));
   }
 }
+template <int SCALE>
+constexpr int SCALE_BYTES = SCALE == PA_STEPS ? 4 : SCALE == PA_HALVES ? 2 : 1;  // of a group
 // The scales of the groups that W words of codes lie in, from the `word`th on, a lane each; where a format
 // has steps from a least number on, that too.
 struct GroupScales {

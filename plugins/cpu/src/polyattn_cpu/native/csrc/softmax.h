@@ -22,10 +22,17 @@ PA_INLINE Lanes lanes_from(const Lanes &a, int at) {
   return {a.m + at,       a.l + at,       a.slope + at,   a.position + at,
           a.near_lo + at, a.near_hi + at, a.kept_lo + at, a.kept_hi + at};
 }
-PA_ONCE void clear_lanes(const Lanes &a, int count) {
+// Forgets what the keys so far came to.
+PA_INLINE void clear_sums(const Lanes &a, int count) {
   for (int i = 0; i < count; i++) {
     a.m[i] = LOWEST;
-    a.l[i] = a.slope[i] = a.position[i] = 0;
+    a.l[i] = 0;
+  }
+}
+PA_ONCE void clear_lanes(const Lanes &a, int count) {
+  clear_sums(a, count);
+  for (int i = 0; i < count; i++) {
+    a.slope[i] = a.position[i] = 0;
     a.near_lo[i] = a.near_hi[i] = a.kept_lo[i] = a.kept_hi[i] = 0;
   }
 }

@@ -33,6 +33,17 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   return words * 4 + Walk::scratch(layer, TILE_KEYS) + 16 * 64;
 }
 
+// 32 elements of a row's outputs in their order, from two panels: the first has those whose number is 0 to 3 modulo 8.
+struct PairedOrder {
+  __m512 first, second;
+  PA_ALWAYS PairedOrder(const float *a, const float *b) {
+    const __m512i order = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512 x = _mm512_loadu_ps(a), y = _mm512_loadu_ps(b);
+    first = _mm512_permutex2var_ps(x, order, y);
+    second = _mm512_permutex2var_ps(x, _mm512_add_epi32(order, _mm512_set1_epi32(8)), y);
+  }
+};
+
 // 16 rows of keys as a tile register takes them: where they lie, or copied.
 struct KeyRows {
   const char *at;
@@ -43,6 +54,7 @@ struct KeyRows {
 
 template <class T>
 struct Tile {  // an item's scratch, and what stays the same over its tiles
+  static constexpr int KEYS = TILE_KEYS;
   Run *run;
   const Item &item;
   const pa_layer &layer;
@@ -57,7 +69,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   Tile(Run *run, const Item &item, Arena &arena)
       : run(run), item(item), layer(run->plan->layer),
-        is(layer, item.heads, item.tokens * (layer.num_heads / layer.num_kv_heads)) {
+        is(layer, item.heads, rows_per_head(layer, item)) {
     q = arena.take<uint32_t>(is.heads * is.query_words());
     o = arena.take<float>(is.heads * is.output_floats());
     s = arena.take<float>((int64_t)TILE_KEYS * is.lanes);
@@ -77,14 +89,11 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 
   // Forgets all but the queries.
   void start_over() {
-    for (int i = 0; i < is.lanes; i++) {
-      lanes.m[i] = LOWEST;
-      lanes.l[i] = 0;
-    }
+    clear_sums(lanes, is.lanes);
     __builtin_memset(o, 0, 4 * is.heads * is.output_floats());
   }
 
-  int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
+  int per_head() const { return rows_per_head(layer, item); }
   int lane_of(int head) const { return head * is.rows; }
   uint32_t *query_at(int lane) const { return q + lane / is.rows * is.query_words(); }
   // O as [unit][v / 16][row][16]: what a tile register holds is one run of memory.
@@ -116,26 +125,16 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     for (int h = 0; h < is.heads; h++) take_unit(h, per_head());
   }
   void take_unit(int h, int count) {
-    const int ratio = layer.num_heads / layer.num_kv_heads, lane = lane_of(h);
-    const int64_t token0 = run->plan->query_starts[item.seq] + item.token0;
-    const uint16_t *from[16];
-    for (int r = 0; r < count; r++) {
-      const int token = r / ratio, head = (item.head0 + h) * ratio + r % ratio;
-      from[r] = (const uint16_t *)run->t.query + (token0 + token) * run->t.query_token +
-                head * run->t.query_head;
-      if (r % ratio) {
-        same_lane(run, lanes, lane + r, head);
-      } else {
-        set_lane(run, item, lanes, lane + r, item.token0 + token, head);
-      }
-    }
+    const int lane = lane_of(h);
+    const char *from[16];
+    for (int r = 0; r < count; r++) from[r] = enter_row(run, item, lanes, lane + r, h, r);
     const __mmask16 used = (__mmask16)((1u << is.rows) - 1);
     uint32_t *to = query_at(lane);
     for (int d = 0; d < is.k; d += 32) {
       const int some = pa_min(32, layer.head_size - d);
       const __mmask32 valid = some == 32 ? ~0u : (1u << some) - 1;
       vf block[W] = {};
-      for (int r = 0; r < count; r++) block[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + d);
+      for (int r = 0; r < count; r++) block[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + 2 * d);
       transpose(block);
       for (int i = 0; i < W; i++, to += is.rows) _mm512_mask_storeu_epi32(to, used, (__m512i)block[i]);
     }
@@ -155,7 +154,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   // Scores of 64 keys with a unit's rows.
   PA_NOINLINE RowAsks scores(const KeyRows *keys, int lane, float *to, RowAsks asks) {
     const uint32_t *from = query_at(lane);
-    const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
+    const int64_t row = 4L * is.rows;
     zero_sums();
     for (int d = 0; d < is.k; d += 32) {
       _tile_loadd(6, from + (int64_t)d / 2 * is.rows, row);
@@ -172,14 +171,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_dpbf16ps(3, 5, 6);
       asks();
     }
-    put_scores(to + lane, ld);
+    put_sums(to + lane, 16 * is.lanes, 32 * is.lanes, 4L * is.lanes);
     return asks;
-  }
-  PA_ALWAYS void put_scores(float *to, int64_t ld) {
-    _tile_stored(0, to, ld);
-    _tile_stored(1, to + 16 * is.lanes, ld);
-    _tile_stored(2, to + 32 * is.lanes, ld);
-    _tile_stored(3, to + 48 * is.lanes, ld);
   }
 
   // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
@@ -218,10 +211,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     constexpr int ld = TILE_KEYS / 2;
     const uint32_t *weights = turned + (int64_t)lane * ld;
     pair_values(rows, offset, d, 0, count, values, asks);
-    _tile_loadd(0, to, 64);
-    _tile_loadd(1, to + image(), 64);
-    _tile_loadd(2, to + 2 * image(), 64);
-    _tile_loadd(3, to + 3 * image(), 64);
+    take_sums(to, image(), 2 * image());
     for (int t = 0; t < count; t += 32) {
       const uint16_t *from = values + t / 32 % 2 * 4 * PANEL;
       if (t + 32 < count) {
@@ -242,10 +232,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_dpbf16ps(3, 6, 5);
       asks();
     }
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + image(), 64);
-    _tile_stored(2, to + 2 * image(), 64);
-    _tile_stored(3, to + 3 * image(), 64);
+    put_sums(to, image(), 2 * image());
     return asks;
   }
 
@@ -295,7 +282,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       asks();
     };
     const uint32_t *from = query_at(lane);
-    const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
+    const int64_t row = 4L * is.rows;
     for (int i = 0; i < KEY_STEP; i += 4) copy(i, 0);
     zero_sums();
     for (int d = 0; d < is.k; d += 32, from += 16 * is.rows) {
@@ -321,7 +308,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       _tile_dpbf16ps(3, 5, 6);
       beside(3);
     }
-    put_scores(to + lane, ld);
+    put_sums(to + lane, 16 * is.lanes, 32 * is.lanes, 4L * is.lanes);
     return asks;
   }
 
@@ -358,28 +345,30 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     return asks;
   }
 
-  RowAsks attend(const Walk &walk, bool masked, RowAsks asks) {
+  // A tile; `last`: sums are results.
+  void attend(Walk &walk, bool masked, bool last) {
+    look_at(walk.keys, walk.tile.count);
     configure(false);
-    asks = score_tile(walk, asks);
+    RowAsks asks = score_tile(walk, RowAsks(walk.ahead));
     for (int t = 0; t < pa_min(RowAsks::NEAR, walk.tile.count); t++) ask_near(walk.values[t] + walk.value_offset);
     const bool changed = softmax_tile<Pairs>(s, {is.lanes, W, W}, is.lanes / W, walk.tile.count,
                                              walk.tile.first_key, how, lanes, masked, alpha, pairs, asks);
     if (changed) rescale();
     configure(true);
-    return weigh_tile(walk, asks);
+    weigh_tile(walk, asks).all();
+    if (last) put_outputs();
   }
+  void put_empty() { put_outputs(); }
 
   PA_NOINLINE void put_outputs() {
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int h = 0; h < is.heads; h++) {
       for (int r = 0; r < per_head(); r++) {
         const int lane = lane_of(h) + r;
         const float *from = output_at(lane) + lane % is.rows * 16;
         for (int d = 0; d < is.v; d += 32, from += 2 * image()) {
-          __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + image());
-          _mm512_storeu_ps(row + d, _mm512_permutex2var_ps(a, first, b));
-          _mm512_storeu_ps(row + d + 16, _mm512_permutex2var_ps(a, second, b));
+          const PairedOrder x(from, from + image());
+          _mm512_storeu_ps(row + d, x.first);
+          _mm512_storeu_ps(row + d + 16, x.second);
         }
         leave(run, item, h, r, row, lanes.m[lane], lanes.l[lane]);
       }
@@ -387,36 +376,38 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   }
 };
 
-template <class T>
-static void tile_item(Run *run, const Item &item, Turn *turn) {
+// An item's tiles of keys one after another: `Rows` is `Tile` or `Wide`.
+template <class Rows>
+static void tiled_item(Run *run, const Item &item, Turn *turn) {
   Arena arena = turn->scratch;
   Run own = *run;  // whose partial results a joined item keeps
   Item piece = item;
-  Tile<T> tile(&own, piece, arena);
-  Walk walk(run, item, turn, arena, TILE_KEYS);
+  Rows rows(&own, piece, arena);
+  Walk walk(run, item, turn, arena, Rows::KEYS);
   if (item.joined) {
     own.parts = arena.take<float>(item.joined * run->plan->part_floats);
     piece.part = 0;
   }
   walk.touches = false;
-  tile.take_queries();
+  rows.take_queries();
+  TileEngine::begin();
   // A single query token sees every key that its item was given.
   const bool masked = item.tokens > 1;
+  bool empty = true;
   while (walk.step([](int) { return 0; })) {
-    tile.look_at(walk.keys, walk.tile.count);
-    tile.attend(walk, masked, RowAsks(walk.ahead)).all();
-    if (walk.tile.ends_piece()) {
-      tile.put_outputs();
-      piece.part++;
-      if (piece.part < item.joined) tile.start_over();
-    }
+    const bool ends = walk.tile.ends_piece();
+    rows.attend(walk, masked, ends || !walk.more);
+    empty = false;
+    if (!ends) continue;
+    piece.part++;
+    if (piece.part < item.joined) rows.start_over();
   }
-  _tile_release();
+  TileEngine::end();
   if (!walk.fine) {
     __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
     return;
   }
-  if (item.joined) return merge_parts(&own, item, {0, item.joined}, tile.row);
-  tile.put_outputs();
-  end_item(run, item, tile.row);
+  if (item.joined) return merge_parts(&own, item, {0, item.joined}, rows.row);
+  if (empty) rows.put_empty();
+  end_item(run, item, rows.row);
 }

@@ -79,10 +79,7 @@ template <bool ADD, class Beside>
 PA_INLINE void tiles(const uint32_t *a, int64_t a_step, const uint32_t *b, int64_t b_step, float *c,
                      int64_t c_step, int depth, Beside &beside) {
   if (ADD) {
-    _tile_loadd(0, c, 64);
-    _tile_loadd(1, c + TILE_WORDS, 64);
-    _tile_loadd(2, c + c_step, 64);
-    _tile_loadd(3, c + c_step + TILE_WORDS, 64);
+    take_sums(c, TILE_WORDS, c_step);
   } else {
     zero_sums();
   }

@@ -31,6 +31,7 @@ static int64_t wide_scratch(const pa_layer &layer, int rows) {
 
 template <class T>
 struct Wide {
+  static constexpr int KEYS = WIDE_KEYS;
   Run *run;
   const Item &item;
   const pa_layer &layer;
@@ -68,29 +69,16 @@ struct Wide {
 
   // Forgets all but the queries.
   void start_over() {
-    for (int i = 0; i < is.lanes(); i++) {
-      lanes.m[i] = LOWEST;
-      lanes.l[i] = 0;
-    }
+    clear_sums(lanes, is.lanes());
     first = true;
   }
 
   // Q as [pair of units][32 elements][unit][pair of elements][row].
   PA_NOINLINE void take_queries() {
-    const int ratio = layer.num_heads / layer.num_kv_heads;
-    const int64_t token0 = run->plan->query_starts[item.seq] + item.token0;
     for (int u = 0; u < 2 * is.pairs; u++) {
-      const uint16_t *from[16];
+      const char *from[16];
       const int count = pa_max(0, pa_min(16, rows - u * 16));
-      for (int r = 0; r < count; r++) {
-        const int at = u * 16 + r, token = at / ratio, head = item.head0 * ratio + at % ratio;
-        from[r] = (const uint16_t *)run->t.query + (token0 + token) * run->t.query_token + head * run->t.query_head;
-        if (at % ratio) {
-          same_lane(run, lanes, at, head);
-        } else {
-          set_lane(run, item, lanes, at, item.token0 + token, head);
-        }
-      }
+      for (int r = 0; r < count; r++) from[r] = enter_row(run, item, lanes, u * 16 + r, 0, u * 16 + r);
       char *to = queries + (u / 2 * is.k * 2 + u % 2) * (int64_t)IMAGE;
       for (int c = 0; c < is.k; c++, to += 2 * IMAGE) {
         const int some = pa_max(0, pa_min(32, layer.head_size - 32 * c));
@@ -98,9 +86,9 @@ struct Wide {
         vf part[W] = {};
         if (count == 16) {
           PA_UNROLLED
-          for (int r = 0; r < W; r++) part[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + 32 * c);
+          for (int r = 0; r < W; r++) part[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + 64 * c);
         } else {
-          for (int r = 0; r < count; r++) part[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + 32 * c);
+          for (int r = 0; r < count; r++) part[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + 64 * c);
         }
         transpose(part);
         PA_UNROLLED
@@ -227,10 +215,7 @@ struct Wide {
         if (first) {
           zero_sums();
         } else {
-          _tile_loadd(0, to, 64);
-          _tile_loadd(1, to + 256, 64);
-          _tile_loadd(2, to + 512, 64);
-          _tile_loadd(3, to + 768, 64);
+          take_sums(to, 256, 512);
         }
         auto beside = [&](bool even) __attribute__((always_inline)) {
           PA_UNROLLED
@@ -270,15 +255,10 @@ struct Wide {
     return asks;
   }
 
-  int token_of(int row) const { return item.token0 + row / (layer.num_heads / layer.num_kv_heads); }
-  int head_of(int row) const {
-    const int ratio = layer.num_heads / layer.num_kv_heads;
-    return item.head0 * ratio + row % ratio;
-  }
   // Where each row's results go.
   PA_NOINLINE WideClaims address_results() {
     for (int r = 0; r < rows; r++) {
-      results[r] = item.part < 0 ? output_row(run, item.seq, token_of(r), head_of(r))
+      results[r] = item.part < 0 ? output_row(run, item.seq, item_row(layer, item, 0, r))
                                  : (char *)(part_at(run, item.part, rows).o + (int64_t)r * layer.v_head_size);
     }
     return {results, results + rows, layer.v_head_size * (item.part < 0 ? 2 : 4)};
@@ -287,7 +267,7 @@ struct Wide {
   PA_NOINLINE void end_sums() {
     for (int r = 0; r < rows; r++) {
       if (item.part < 0) {
-        factors[r] = finish_sum(run, item.seq, token_of(r), head_of(r), lanes.m[r], lanes.l[r]);
+        factors[r] = finish_sum(run, item.seq, item_row(layer, item, 0, r), lanes.m[r], lanes.l[r]);
         continue;
       }
       const Part part = part_at(run, item.part, rows);
@@ -297,7 +277,7 @@ struct Wide {
   }
 
   // Results of rows that see no key.
-  PA_NOINLINE void put_zeros() {
+  PA_NOINLINE void put_empty() {
     __builtin_memset(row, 0, 4L * is.v * 32);
     for (int r = 0; r < rows; r++) leave(run, item, 0, r, row, lanes.m[r], lanes.l[r]);
   }
@@ -317,38 +297,3 @@ struct Wide {
     (this->*weigh)(walk, last, asks).rows.all();
   }
 };
-
-template <class T>
-static void wide_item(Run *run, const Item &item, Turn *turn) {
-  Arena arena = turn->scratch;
-  Run own = *run;  // whose partial results a joined item keeps
-  Item piece = item;
-  Wide<T> wide(&own, piece, arena);
-  Walk walk(run, item, turn, arena, WIDE_KEYS);
-  if (item.joined) {
-    own.parts = arena.take<float>(item.joined * run->plan->part_floats);
-    piece.part = 0;
-  }
-  walk.touches = false;
-  wide.take_queries();
-  TileEngine::begin();
-  // A single query token sees every key that its item was given.
-  const bool masked = item.tokens > 1;
-  bool empty = true;
-  while (walk.step([](int) { return 0; })) {
-    const bool ends = walk.tile.ends_piece();
-    wide.attend(walk, masked, ends || !walk.more);
-    empty = false;
-    if (!ends) continue;
-    piece.part++;
-    if (piece.part < item.joined) wide.start_over();
-  }
-  TileEngine::end();
-  if (!walk.fine) {
-    __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
-    return;
-  }
-  if (item.joined) return merge_parts(&own, item, {0, item.joined}, wide.row);
-  if (empty) wide.put_zeros();
-  end_item(run, item, wide.row);
-}

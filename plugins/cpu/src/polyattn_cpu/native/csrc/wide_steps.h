@@ -153,25 +153,24 @@ struct WideResults {
   PA_ALWAYS void operator()() {
     if (ended()) return;
     const float *from = sums + row / 16 * 512 + row % 16 * 16;
-    put(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 256));
+    put(from, from + 256);
     row++;
   }
 
  private:
-  PA_ALWAYS void put(__m512 a, __m512 b) const {
+  PA_ALWAYS void put(const float *a, const float *b) const {
     const int left = pa_min(32, v - d);
     const uint32_t valid = left == 32 ? ~0u : (1u << left) - 1;
     if (whole) {
       const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
       const __m512 f = _mm512_set1_ps(by[row]);
-      const __m512i x = _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(b, f), _mm512_mul_ps(a, f)));
+      const __m512i x = _mm512_permutexvar_epi64(order, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(_mm512_loadu_ps(b), f), _mm512_mul_ps(_mm512_loadu_ps(a), f)));
       _mm512_mask_storeu_epi16(to[row] + 2 * d, valid, x);
       return;
     }
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const PairedOrder x(a, b);
     float *const p = (float *)to[row] + d;
-    _mm512_mask_storeu_ps(p, (__mmask16)valid, _mm512_permutex2var_ps(a, first, b));
-    _mm512_mask_storeu_ps(p + 16, (__mmask16)(valid >> 16), _mm512_permutex2var_ps(a, second, b));
+    _mm512_mask_storeu_ps(p, (__mmask16)valid, x.first);
+    _mm512_mask_storeu_ps(p + 16, (__mmask16)(valid >> 16), x.second);
   }
 };

@@ -1,0 +1,196 @@
+"""Do a captured step's numbers reach the device as they were put, however late the device copies them?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from polyattn import Attention, Batch, LayerGroup, LayerSpec
+from polyattn.errors import BatchError
+from polyattn.runtime.graphs import cuda_graph
+from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.runtime.step.staging import Staging
+
+CPU = torch.device("cpu")
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+
+
+class Device:
+    """A device that runs what it is given when the test says so, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.queue: list[Callable[[], Any]] = []
+        self.ended = self.given = 0
+        copy_, device = torch.Tensor.copy_, self
+
+        def late(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+            if not non_blocking:
+                return copy_(into, source)
+            device.do(lambda: copy_(into, source))
+            return into
+
+        monkeypatch.setattr(torch.Tensor, "copy_", late)
+        monkeypatch.setattr(Staging, "_stream", lambda staging: None)
+
+    def do(self, action: Callable[[], Any]) -> None:
+        self.queue.append(action)
+        self.given += 1
+
+    def run(self, count: int | None = None) -> None:
+        for action in self.queue[:count]:
+            action()
+            self.ended += 1
+        self.queue = [] if count is None else self.queue[count:]
+
+    def event(self) -> Any:
+        device = self
+
+        class Event:
+            at = 0
+
+            def record(self, stream: object) -> None:
+                self.at = device.given
+
+            def query(self) -> bool:
+                return device.ended >= self.at
+
+        return Event()
+
+    def staging(self, size: int) -> Staging:
+        staging = Staging(CPU, size)
+        staging._event = self.event
+        return staging
+
+
+def test_numbers_on_their_way_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    staging, seen = device.staging(16), []
+    room = staging.room(3)
+    for step in range(6):
+        staging.put(room, np.array([step, step + 10, step + 20]))
+        staging.send()
+        device.do(lambda: seen.append(room.tolist()))
+        if step == 3:
+            device.run(3)  # two copies and what reads the first
+    device.run()
+    assert seen == [[step, step + 10, step + 20] for step in range(6)]
+    assert len(staging._sheets) == 4  # the first two served again
+
+
+def test_what_lies_side_by_side_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    staging = device.staging(32)
+    first, second, third = (staging.room(n) for n in (5, 1, 4))
+    for room in (first, second, third):
+        assert (room.data_ptr() - first.data_ptr()) % 16 == 0
+        staging.put(room, np.full(len(room), len(room)))
+    staging.send()
+    assert len(device.queue) == 1
+    device.run()
+    staging.put(first, np.array([7]))
+    staging.put(third, np.array([8, 9]))
+    staging.send()
+    assert len(device.queue) == 2  # the second room stays as it is
+    device.run()
+    assert first[:1].tolist() == [7] and second.tolist() == [1] and third[:2].tolist() == [8, 9]
+
+
+def test_a_room_beyond_the_size_is_copied_to_apart() -> None:
+    staging = Staging(CPU, 4)
+    near, far = staging.room(4), staging.room(9)
+    for room in (near, far):
+        staging.put(room, np.arange(len(room)))
+    staging.send()
+    assert near.tolist() == [0, 1, 2, 3] and far.tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_rooms_may_come_after_numbers(sends: bool) -> None:
+    staging = Staging(CPU, 64)
+    first = staging.room(2)
+    staging.put(first, np.array([1, 2]))
+    if sends:
+        staging.send()
+    second = staging.room(20)
+    staging.put(second, np.arange(20))
+    staging.send()
+    assert first.tolist() == [1, 2] and second.tolist() == list(range(20))
+
+
+def graph_of(monkeypatch: pytest.MonkeyPatch, rows: int, groups: int = 1) -> cuda_graph.StepGraph:
+    class Unlaunched:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Unlaunched)
+    monkeypatch.setattr(LayerGroup, "check", lambda *_: None)  # a CPU's backends aren't captured
+    layers = [Attention(LayerGroup(SPEC)) for _ in range(groups)]
+    graph = cuda_graph.StepGraph(
+        [layer.group for layer in layers], print, StepBuffers(rows, 1, 48, 16, CPU)
+    )
+    graph.plans = {g: g.plan(g.planner.own(graph.buffers.longest())) for g in graph.groups}
+    _, graph.form = cuda_graph.tree_flatten(torch.zeros(1))
+    graph.results = [torch.zeros(rows)]
+    return graph
+
+
+def test_replays_in_a_row_each_read_their_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer rows, other lengths and other tables' widths, while the device is steps behind."""
+    graph = graph_of(monkeypatch, 4, groups=2)
+    device = Device(monkeypatch)
+    buffers, seen = graph.buffers, []
+    buffers.staging._event = device.event
+    buffers.staging._sheets.clear()
+    monkeypatch.setattr(
+        graph.graph, "replay", lambda: device.do(lambda: seen.append(buffers.seq_lens.tolist()))
+    )
+    steps = [[9, 40, 3, 1], [10, 41], [48], [11, 42, 4, 2], [12], [1, 2, 3]]
+    for lens in steps:
+        width = -(-max(lens) // 16)
+        table = torch.ones(len(lens), width, dtype=torch.int32)
+        graph.replay(Batch(list(range(len(lens) + 1)), lens, table), {})
+    assert not seen
+    device.run()
+    assert seen == [lens + [0] * (4 - len(lens)) for lens in steps]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_plan_that_reads_tensors_finds_its_step_there(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(monkeypatch, 2)
+    graph.reads_tensors, buffers, seen = reads, graph.buffers, []
+    monkeypatch.setattr(
+        graph.groups[0].planner,
+        "refill",
+        lambda step, batch: seen.append((batch.seq_lens.tolist(), batch.block_table.tolist())),
+    )
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    graph.replay(Batch([0, 1, 2], [8, 40], table), {})
+    there = [8, 40], table.tolist()
+    assert (seen == [there]) == reads
+    assert (buffers.seq_lens.tolist(), buffers.block_table.tolist()) == there
+
+
+def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths, put and not sent, would overwrite those that the next one's device has."""
+    graph = graph_of(monkeypatch, 2)
+    table, buffers = torch.ones(2, 3, dtype=torch.int32), graph.buffers
+    slots = torch.tensor([3, 4])
+    graph.replay(Batch([0, 1, 2], [8, 6], table, slots), {})
+    held = [t.clone() for t in (buffers.seq_lens, buffers.block_table, buffers.slots)]
+
+    def refuse(*_: object) -> None:
+        raise BatchError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.groups[0].planner, "refill", refuse)
+        with pytest.raises(BatchError, match="refused"):
+            graph.replay(Batch([0, 1, 2], [9, 9], 2 * table, 2 * slots), {})
+    now = buffers.seq_lens, buffers.block_table, buffers.slots
+    assert all(torch.equal(new, old) for new, old in zip(now, held, strict=True))
+    on_device = torch.tensor([5, 7], dtype=torch.int32)
+    graph.replay(Batch([0, 1, 2], on_device, table), {})
+    assert graph.buffers.seq_lens.tolist() == [5, 7]
