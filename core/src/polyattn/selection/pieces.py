@@ -122,9 +122,7 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     last = largest(before) / processors
     every = int(upto[-1]) * times
     if number > min(ROUNDS * processors, MANY):
-        late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
-        half = int(late.dot(late)) / (2 * total(late))  # of a piece that is met at a random time
-        return at(max(most, every / processors, last - half))
+        return _late(costs, processors, times, last, every)
     low, high = max(most, -(-every // processors), rounds * least), min(int(last), rounds * most)
 
     def deal_out() -> int:
@@ -149,7 +147,9 @@ def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
     if number <= processors:
         return at(most)
     if number > MANY:
-        return _late(costs, processors, at_once, total(costs) * (times - at_once))
+        before = costs.cumsum() * at_once + costs * (processors - 1)
+        last = (largest(before) + total(costs) * (times - at_once)) / processors
+        return _late(costs, processors, at_once, last, every)
     rounds = -(-number // processors)
 
     def deal_out() -> int:
@@ -165,12 +165,13 @@ def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
     return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
 
 
-def _late(costs: Ints, processors: int, times: int, before: int) -> Ends:
-    """Estimate when the last of many pieces ends, each so often, of which `before` are dealt out."""
+def _late(costs: Ints, processors: int, times: int, last: float, every: int) -> Ends:
+    """Estimate when many pieces end, the last `times` of each side by side: by `last` at the latest.
+
+    `every`: what all pieces cost.
+    """
     late = costs[-max(1, ROUNDS * processors // (2 * times)) :]
     half = int(late.dot(late)) / (2 * total(late))  # of a piece that is met at a random time
-    every = before + total(costs) * times
-    last = (before + largest(costs.cumsum() * times + costs * (processors - 1))) / processors
     return at(max(largest(costs), every / processors, last - half))
 
 
