@@ -395,9 +395,10 @@ class Planner(StepPlanner):
                 assigned = self.chooser.assign(batch) if batch.num_tokens else []
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
+        form, backends = self.group.cache_format, self.chooser.phases
         calls = tuple(
             (phase == "decode" and self.sharing.call(part.batch, part.rows))
-            or self._call(phase, info, part)
+            or planned_call(form, phase, info.name, backends[phase][info.name].backend, part)
             for phase, info, part in assigned
         )
         if read_back:
@@ -450,10 +451,6 @@ class Planner(StepPlanner):
         form = self.group.kernel_format(info)
         backend = self.group.load("prefill", info, AttentionBackend, spec, form)
         return planned_call(self.group.cache_format, "prefill", info.name, backend, part)
-
-    def _call(self, phase: str, info: BackendInfo, part: Part) -> Call:
-        backend = self.chooser.phases[phase][info.name].backend
-        return planned_call(self.group.cache_format, phase, info.name, backend, part)
 
     def note(self, step: StepPlan, call: Call) -> str:
         return self.sharing.note(step.batch, call)
