@@ -19,7 +19,7 @@ mkdir -p "$out"
 # Which GPUs (GPUS="1"), and how many kits at a time on each (EACH).
 read -r -a gpus <<< "${GPUS:-$(seq -s ' ' 0 $(($(nvidia-smi -L 2>/dev/null | grep -c . || true) - 1)))}"
 [ ${#gpus[@]} -gt 0 ] || gpus=(0)
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc)
 side=$((${EACH:-2} * ${#gpus[@]})) # kits at a time
 workers=${WORKERS:-$((cores / side > 0 ? cores / side : 1))}
 export OMP_NUM_THREADS=1 CUDA_CACHE_MAXSIZE=4294967296 CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-/tmp/cuda_cache} CUDA_MODULE_LOADING=LAZY

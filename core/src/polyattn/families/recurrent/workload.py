@@ -335,11 +335,13 @@ def recurrent_inputs(
         elif name == "beta":
             tensor = torch.sigmoid(tensor)
         elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
-            if not (spec.recurrent and spec.recurrent.qk_norm):  # shorter than 1, of any length
-                drawn = torch.rand(
-                    tensor.shape[:-1], generator=generator, dtype=torch.float32, device="cpu"
-                )
-                tensor = normalize(tensor, dim=-1) * (1 - drawn / 2)[..., None]
+            drawn = torch.rand(
+                tensor.shape[:-1], generator=generator, dtype=torch.float32, device="cpu"
+            )
+            # Of a layer that norms them powers of two: a library may round what it has normed.
+            normed = spec.recurrent and spec.recurrent.qk_norm
+            length = torch.exp2(torch.floor(4 * drawn)) if normed else 1 - drawn / 2
+            tensor = normalize(tensor, dim=-1) * length[..., None]
         elif name == "a":
             tensor = -normalize(tensor, dim=-1)
         elif name == "b":  # a model writes at most as much as it removed
