@@ -187,9 +187,11 @@ def _parts_in_turn(times: Ints, each: Ints) -> Ints:
 
     They are given tile by tile, each in so many.
     """
-    parts = np.arange(total(times)) - (times.cumsum() - times).repeat(times)
-    row = np.arange(len(each)).repeat(each).repeat(times)
-    return np.lexsort((parts, row))
+    ends, most = times.cumsum(), largest(times)
+    turns = np.arange(0, len(each) * most, most).repeat(each).repeat(times)  # a row's first one
+    turns += np.arange(len(turns)) - (ends - times).repeat(times)
+    order: Ints = turns.argsort(kind="stable")
+    return order
 
 
 @lru_cache(4096)
