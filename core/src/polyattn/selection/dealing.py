@@ -231,8 +231,8 @@ def _apart(step: Step, processors: int) -> Counts:
         ends = ended(costs, processors, heads)
     else:  # dealt out as if there were no window, of which it reads a block more than a tile sees
         plain = Step(step.spec, queries, lens, None, step.tokens, step.most)
-        costs = np.minimum(costs + 1, plain.tiles(1, high, block)[2] + LIGHT_BEGIN)
-        planned = plain.tiles(1, high, PAGE)[2]
+        planned, pages = plain.tiles(1, high, PAGE)[2], block // PAGE
+        costs = np.minimum(costs + 1, (planned + (pages - 1)) // pages + LIGHT_BEGIN)
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
