@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heapreplace
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -66,15 +67,23 @@ def flash_attention_3(spec: LayerSpec, rows: list[tuple[int, int]]) -> tuple[lis
     pieces = []
     for row, (_, n) in zip(seen, rows, strict=True):
         row_parts = min(math.ceil(math.ceil(n / size) / share), allowed)
-        turns = row[::-1] * heads
+        turns = row[::-1]
         if most == 1 and not latents:
             some = heads_at_once(spec, max(row[-1] for row in seen))
             turns = [blocks for blocks in row[::-1] for _ in range(some)] * (heads // some)
+        in_parts = []
         for blocks in turns:
             parts = min(row_parts, blocks)
             each, more = math.ceil(blocks / parts), int(parts > 1 and not latents)
-            pieces += [*[each + more] * (parts - 1), blocks - (parts - 1) * each + more]
+            in_parts.append([*[each + more] * (parts - 1), blocks - (parts - 1) * each + more])
+        in_turn = [*chain(*in_parts)] if latents else parts_in_turn(in_parts)
+        pieces += in_turn * (1 if most == 1 and not latents else heads)
     return pieces, most, split
+
+
+def parts_in_turn(tiles: list[list[int]]) -> list[int]:
+    """Pieces as `tile_idx_to_work_tile` deals a cut row's: all tiles' first ones, then the second."""
+    return [piece for turn in zip_longest(*tiles) for piece in turn if piece is not None]
 
 
 def num_splits(tiles: int, blocks: int) -> int:
@@ -447,15 +456,15 @@ def flash_attention_3_windowed(
     parts = [min(math.ceil(n / share), most) for n in blocks]
     pieces = []
     for (q, n), of_row, count in zip(rows, parts, tiles, strict=True):
-        turn = []
+        tiles_parts = []
         for tile in reversed(range(count)):
             begin = max(0, tile * high // group + n - q - left)
             end = min(n, ((tile + 1) * high - 1) // group + 1 + n - q)
             seen = max(1, math.ceil((end - begin) / block))
             few = min(of_row, seen)
             each, more = math.ceil(seen / few), int(few > 1) * (1 if spec.head_size <= 128 else 2)
-            turn += [*[each + more] * (few - 1), seen - (few - 1) * each + more]
-        pieces += turn * heads
+            tiles_parts.append([*[each + more] * (few - 1), seen - (few - 1) * each + more])
+        pieces += parts_in_turn(tiles_parts) * heads
     return pieces, max(parts), split
 
 
@@ -478,7 +487,10 @@ def test_cuts_of_windows_are_flash_attentions(size: int, window: int) -> None:
 
 
 def test_windowed_tiles_of_flashinfer_are_dealt_out_as_if_they_saw_all() -> None:
-    """`PrefillSM90Plan` knows no windows; the kernel skips what they hide."""
+    """`PrefillSM90Plan` knows no windows; the kernel skips what they hide, but for a block.
+
+    `get_swa_begin_kv_tile_idx` begins one before the first key that a tile's first token sees.
+    """
     spec, window, ratios = DENSE.replace(sliding_window=1000), 1000, []
     for rows in steps(5, 3, (17, 600)):
         q, n = np.array(rows).T
@@ -491,9 +503,9 @@ def test_windowed_tiles_of_flashinfer_are_dealt_out_as_if_they_saw_all() -> None
         for row in [i for _ in range(28) for i in order]:
             for tile in reversed(range(math.ceil(q[row] / 128))):
                 end = min(n[row], n[row] - q[row] + (tile + 1) * 128)
-                begin = max(0, n[row] - q[row] + tile * 128 - (window - 1))
+                begin = max(0, (n[row] - q[row] + tile * 128 - (window - 1)) // 96 - 1)
                 load, which = loads[0]
-                busy[which] += math.ceil(end / 96) - begin // 96 + LIGHT_BEGIN
+                busy[which] += math.ceil(end / 96) - begin + LIGHT_BEGIN
                 heapreplace(loads, (load + 2 * 128 + math.ceil(end / 16) * 16, which))
         counts = deal(spec, q, n, window - 1)("heads", PROCESSORS)
         span = counts.exact().pairs * 28 / PROCESSORS / 128 / 96

@@ -71,6 +71,8 @@ TILES = (
     (256, 128, 80, 64),
 )
 """Up to which head size FlashAttention-3's tiles have so many rows and keys, and keys in a window."""
+PACKED_BLOCK = {192: 128}
+"""Keys of its tiles, by head size, where keys don't lie in pages: of the prompts of latents."""
 ONE_GROUP = (64, 128)
 """Head sizes whose tiles have 64 rows where the longest query fits. A kernel of its own runs them, but
 for windows."""
@@ -137,6 +139,8 @@ def _cut(step: Step, processors: int) -> Counts:
     high, block, windowed = tile_of(spec.head_size)
     if near is not None:
         block = windowed
+    elif not spec.cached:
+        block = PACKED_BLOCK.get(spec.head_size, block)
     elif spec.head_size in ONE_GROUP and step.most * group <= LOW_TILE:
         high, block = LOW_TILE, LOW_BLOCK if spec.head_size <= LOW_TILE else block
     each, first, blocks = step.tiles(group, high, block, True)
@@ -158,6 +162,8 @@ def _cut(step: Step, processors: int) -> Counts:
         share = (blocks + times - 1) // times
         begin = BEGIN + (times > 1) * (1 if spec.head_size <= WIDE else 2)  # a part is in float32
         costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
+        if len(costs) * heads > processors:
+            costs = costs[_parts_in_turn(times, each)]
         each = np.add.reduceat(times, first)
     else:
         # Of decodes of most sizes no head waits for others to leave the L2.
@@ -174,6 +180,18 @@ def _cut(step: Step, processors: int) -> Counts:
         kind = "short" if high == LOW_TILE else "chunked"
     beside = merging + (WALK * (len(step.lens) // WALKED) if step.most == 1 else 0)
     return ends.counts(area, spec.num_heads, beside / heads, tokens, merging * parts, kind)
+
+
+def _parts_in_turn(times: Ints, each: Ints) -> Ints:
+    """Return the order in which pieces are dealt: of a row all tiles' first parts, then the second ones.
+
+    They are given tile by tile, each in so many.
+    """
+    ends, most = times.cumsum(), largest(times)
+    turns = np.arange(0, len(each) * most, most).repeat(each).repeat(times)  # a row's first one
+    turns += np.arange(len(turns)) - (ends - times).repeat(times)
+    order: Ints = turns.argsort(kind="stable")
+    return order
 
 
 @lru_cache(4096)
@@ -211,9 +229,10 @@ def _apart(step: Step, processors: int) -> Counts:
     costs = step.tiles(1, high, block)[2] + LIGHT_BEGIN
     if step.seen is None:
         ends = ended(costs, processors, heads)
-    else:  # dealt out as if there were no window
+    else:  # dealt out as if there were no window, of which it reads a block more than a tile sees
         plain = Step(step.spec, queries, lens, None, step.tokens, step.most)
-        planned = plain.tiles(1, high, PAGE)[2]
+        planned, pages = plain.tiles(1, high, PAGE)[2], block // PAGE
+        costs = np.minimum(costs + 1, (planned + (pages - 1)) // pages + LIGHT_BEGIN)
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
@@ -286,7 +305,9 @@ def _whole(step: Step, processors: int) -> Counts:
     least = max(math.ceil(mean), WORTH)
     limit = max(SLACK * mean + 1, least + MERGE * on_one)
     begins = size // WIDE if own else 2  # blocks that a tile costs beside those planned
+    begun = begins  # and that a stretch costs for each tile
     if size != spec.v_head_size:
+        begun = 1
         area = round(area * (1 - EMPTY * (1 - step.tokens * group / (len(units) * WIDE))))
     kind, copied = "chunked" if step.most <= SHORT else "", 0
     if step.narrow and own:
@@ -296,7 +317,7 @@ def _whole(step: Step, processors: int) -> Counts:
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
     if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
-        ends, (waits, rows) = at(shares.length + begins * shares.begun), shares.merging(WIDE, size)
+        ends, (waits, rows) = at(shares.length + begun * shares.begun), shares.merging(WIDE, size)
         held = heads * total(step.near) * 4 * size
         read = shares.length * block if held > L2_BYTES else copied
         tokens += rows / group
