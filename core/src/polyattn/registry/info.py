@@ -58,11 +58,6 @@ class Record:
         """The number of cases that passed, as text."""
         return f"{self.cases} of {self.of} cases" if self.of else f"{self.cases} cases"
 
-    @property
-    def name(self) -> str:
-        """The result's name: an installed wheel doesn't have the file."""
-        return self.path.removeprefix("benchmarks/results/").removesuffix(".json")
-
 
 @cache
 def _all() -> dict[str, tuple[Record, ...]]:

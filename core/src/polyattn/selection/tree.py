@@ -315,10 +315,14 @@ def _judge(
         priority = info.priority(asked, device, asked_phase(spec, phase))
         runs = facts.running(info.runs) if device.is_real and not rejections else ""
         proof, record = info.proven(device.arch, device.platform, runs)
+        result = ""
+        if record is not None:  # by name: an installed wheel doesn't have the file
+            name = record.path.removeprefix("benchmarks/results/").removesuffix(".json")
+            result = f"{record.text}, {name}"
         judged.append(
             Verdict(
                 info.name, phase, priority.score, rejections, priority.why, proof.value, info.build, runs,
-                "" if record is None else f"{record.text}, {record.name}",
+                result,
             )
         )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
