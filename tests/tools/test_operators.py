@@ -52,6 +52,7 @@ COMMAND = [sys.executable, "-m", "polyattn"]
         (["run", "--scale", "nan"], "--scale=nan must be positive"),
         (["run", "--scale", "1e308"], "--scale=1e+308 must be positive, 1e+06 at most"),
         (["tune", "--out", "/dev/full"], "--out=/dev/full: is there already and not a regular file"),
+        (["tune", "--out", "."], "--out=.: is there already and not a regular file"),
         (["tune", "--out", "/nowhere/t.json"], "/nowhere is no folder; create it first"),
         (["tune", "--seconds", "nan"], "--seconds=nan must be 0 or positive"),
         (["bench", "--plot", "/nowhere/p.png"], "/nowhere is no folder"),

@@ -49,8 +49,8 @@ def show(options: TuneOptions) -> int:
             raise SettingsError(
                 f"{path.parent} can't be made: {error.strerror}; name a file: --out FILE"
             ) from error
-    for target in (path, points_path(path)):
-        check_target("--out", target)
+    check_target("--out", path)  # a folder such as "." has no name to make the points' name of
+    check_target("--out", points_path(path))
     registry = discover()
     named = [registry.backend(name).name for name in options.backend or []]
     trace = options.trace or bundled(DEFAULT_TRACE)
