@@ -48,6 +48,7 @@ from polyattn.selection.pieces import (
     ended_by,
     largest,
     on_line,
+    there_and_back,
     total,
     turned,
 )
@@ -315,7 +316,7 @@ def _whole(step: Step, processors: int) -> Counts:
     elif step.narrow:
         kind = "chunked"
     tokens = step.tokens + (APART * step.tokens / group if own and size > HOPPER[0] else 0)
-    if longest > limit or (mean + longest > limit and _turning(units, slots) > limit):
+    if longest > limit or (mean + longest > limit and there_and_back(units, slots) > limit):
         shares = Shares.of(units, longest, slots)
         ends, (waits, rows) = at(shares.length + begun * shares.begun), shares.merging(WIDE, size)
         held = heads * total(step.near) * 4 * size
@@ -356,14 +357,6 @@ def _copied(step: Step) -> bool:
     seen = int(queries.dot(step.near)) - (int(queries.dot(queries)) - step.tokens) // 2
     gained = seen * spec.gqa_ratio - ROWS_A_COPY * keys
     return 4 * keys * width <= MOST_COPIED and gained * width >= LEAST_GAIN
-
-
-def _turning(units: Ints, slots: int) -> int:
-    """Return the most that a slot gets if units are dealt there and back."""
-    turns = np.zeros((-(-len(units) // slots), slots), np.int64)
-    turns.ravel()[: len(units)] = units
-    turns[1::2] = turns[1::2, ::-1]
-    return largest(np.add.reduce(turns))
 
 
 def _low(step: Step, processors: int, high: int) -> Counts:

@@ -138,6 +138,14 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     return at(low) if low == high else Ends(low, high, deal_out)
 
 
+def there_and_back(costs: Ints, processors: int) -> int:
+    """Return the most that a processor gets if pieces are dealt to them there and back."""
+    turns = np.zeros((-(-len(costs) // processors), processors), np.int64)
+    turns.ravel()[: len(costs)] = costs
+    turns[1::2] = turns[1::2, ::-1]
+    return largest(np.add.reduce(turns))
+
+
 def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
     """Return when the last processor ends, if falling pieces are dealt out there and back, each so often.
 
@@ -150,18 +158,15 @@ def turned(costs: Ints, processors: int, times: int, at_once: int) -> Ends:
         before = costs.cumsum() * at_once + costs * (processors - 1)
         last = (largest(before) + total(costs) * (times - at_once)) / processors
         return _late(costs, processors, at_once, last, every)
-    rounds = -(-number // processors)
 
     def deal_out() -> int:
         if at_once < times:
             section = costs.repeat(at_once).tolist()
             return _fullest(section * (times // at_once), processors)
-        turns = np.zeros((rounds, processors), np.int64)
-        turns.ravel()[:number] = costs.repeat(times)
-        turns[1::2] = turns[1::2, ::-1]
-        return largest(np.add.reduce(turns))
+        return there_and_back(costs.repeat(times), processors)
 
     mean = every / processors
+    rounds = -(-number // processors)
     return Ends(max(most, mean), min(mean + most, rounds * most), deal_out)
 
 
