@@ -91,8 +91,8 @@ def test_any_format_becomes_any_other(old: str) -> None:
         )
         rows = torch.randn(2, tokens, HEADS, SIZE, generator=generator)
         for part, tensor in enumerate((source.key, source.value)):
-            held = written(of_part(old, part), rows[part], scales[0][part])
-            tensor.view(torch.uint8)[start] = held.view(torch.uint8)
+            row_bytes = written(of_part(old, part), rows[part], scales[0][part])
+            tensor.view(torch.uint8)[start] = row_bytes.view(torch.uint8)
         convert_blocks(
             source,
             target,
@@ -149,11 +149,11 @@ def test_a_last_block_that_isn_t_full(name: str, old: int, new: int, tokens: int
     ids = [list(range(7, 7 - -(-tokens // size), -1)) for size in (old, new)]
     convert_blocks(source, target, *ids, num_tokens=tokens)
     for one, other in ((source.key, target.key), (source.value, target.value)):
-        read, held = (
+        rows, others = (
             t.view(torch.uint8)[at].flatten(0, 1) for t, at in zip((one, other), ids, strict=True)
         )
-        assert torch.equal(read[:tokens], held[:tokens])
-        assert bool((held[tokens:] == 7).all())
+        assert torch.equal(rows[:tokens], others[:tokens])
+        assert bool((others[tokens:] == 7).all())
         assert bool((other.view(torch.uint8)[: 8 - len(ids[1])] == 7).all())
     for bad in (tokens + 96, 0, -1, float(tokens)):
         with pytest.raises(CacheError, match=r"to be written: .* num_tokens=|must be an integer"):
