@@ -338,7 +338,7 @@ def test_a_failed_recurrence_says_where() -> None:
     assert slot != other
 
 
-def test_a_backend_that_claims_too_little_learns_what(tmp_path: Path) -> None:
+def test_a_backend_that_claims_too_little_learns_what() -> None:
     """Of the layer that is nearest to its claims; and what a kernel raises keeps its traceback."""
     config = SimpleNamespace(
         getoption=lambda name, default=None: "TORCH_MLA" if name.endswith("backend") else default,
