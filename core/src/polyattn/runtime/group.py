@@ -74,7 +74,7 @@ class StepPlanner(ABC):
         """
 
     def check_cache(self, cache: KVCache) -> None:
-        """Check that the kernels can name all places of a cache of the right form. Raises `CacheError`."""
+        """Check that the kernels can name all places of a cache. Raises `CacheError`."""
         return
 
     def reads_tensors(self, step: Any) -> bool:
