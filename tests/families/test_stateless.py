@@ -83,6 +83,9 @@ def test_a_scale_of_nothing_is_refused() -> None:
     query = torch.randn(1, 3, 2, 8)
     with pytest.raises(BatchError, match="scale=0"):
         polyattn.attention(query, query, query, scale=0.0)
+    for scale in ("", torch.ones(2)):
+        with pytest.raises(SpecError, match="scale=.* must be a positive number"):
+            polyattn.attention(query, query, query, scale=scale)  # type: ignore[arg-type]
 
 
 Q, K = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
@@ -113,6 +116,7 @@ UNSEEN = torch.tensor([True, False, True])[None, None, None]
         ({"query": FLAT, "key": FLAT, "value": FLAT}, r"query \(6, 2, 8\) is packed: it needs"),
         ({"first_positions": 3}, "first_positions=3 must be a list of integers"),
         ({"sliding_window": [3]}, r"sliding_window=\[3\] must be one value"),
+        ({"sinks": torch.ones(4, device="meta")}, "sinks is on the meta device"),
     ],
 )  # fmt: skip
 def test_what_is_no_tensor_or_list_is_named(changes: dict[str, Any], says: str) -> None:

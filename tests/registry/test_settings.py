@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
 from polyattn.errors import SettingsError
 from polyattn.registry.capabilities import Capabilities
-from polyattn.settings import load
+from polyattn.settings import Settings, load
 
 
 def test_precedence_argument_then_variable_then_file() -> None:
@@ -63,6 +64,11 @@ def test_precedence_argument_then_variable_then_file() -> None:
         ({"POLYATTN_BACKEND": "encoder.cross=X"}, {}, "names a role twice"),
         ({"POLYATTN_BACKEND": "decode.decode=X"}, {}, "names a phase twice"),
         ({"VLLM_USE_FLASHINFER": "maybe"}, {}, "VLLM_USE_FLASHINFER='maybe' must be 1 or 0"),
+        (
+            {"VLLM_USE_FLASHINFER": "maybe", "VLLM_ATTENTION_BACKEND": "X"},
+            {},
+            "VLLM_USE_FLASHINFER='maybe' must be 1 or 0",
+        ),
         ({"POLYATTN_PLUGIN_TIMEOUT": "1e9"}, {}, "3600 at most"),
         ({}, {"probe_timeout": True}, "polyattn.toml: probe_timeout=True"),
         ({}, {"plugins": 3}, "polyattn.toml: plugins=3"),
@@ -76,6 +82,27 @@ def test_bad_settings_are_named(
     with pytest.raises(SettingsError) as caught:
         load(environ, config, "polyattn.toml")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("probe_timeout", "1"),
+        ("probe_timeout", None),
+        ("plugin_timeout", math.nan),
+        ("plugin_timeout", True),
+        ("multi_block", -1),
+        ("multi_block", "128"),
+        ("multi_block", True),
+        ("timings", 0),
+        ("plugins", (1,)),
+        ("sources", "TORCH_SDPA"),
+        ("sources", ("TORCH_SDPA",)),
+    ],
+)
+def test_settings_made_by_hand_are_checked_as_variables_are(name: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"Settings\.{name}="):
+        Settings(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["mla=NOPE", "prefill.mla=NOPE", "encoder=NOPE", "store=NOPE"])
@@ -97,7 +124,10 @@ def test_foreign_variables_are_honoured_with_a_note() -> None:
     old = load({"VLLM_USE_FLASHINFER": "1", "POLYATTN_BACKEND": "A"}, {}, "")
     assert old.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
     assert any("deprecated" in note for note in old.notes)
-    assert any("gives way" in note for note in old.notes)
+    assert any("gives way to POLYATTN_BACKEND" in note for note in old.notes)
+    both = load({"VLLM_USE_FLASHINFER": "1", "VLLM_ATTENTION_BACKEND": "A"}, {}, "")
+    assert both.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
+    assert any("VLLM_USE_FLASHINFER gives way to VLLM_ATTENTION_BACKEND" in n for n in both.notes)
 
 
 def test_tensorrt_llms_xqa_is_a_decoders_decode_and_nothing_else(

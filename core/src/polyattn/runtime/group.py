@@ -73,6 +73,10 @@ class StepPlanner(ABC):
         Its calls stay as they are. Raises `BatchError` where the step is of another kind.
         """
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Check that the kernels can name all places of a cache. Raises `CacheError`."""
+        return
+
     def reads_tensors(self, step: Any) -> bool:
         """Whether `refill` reads the batch's tensors, which must hold the step then."""
         return True
@@ -543,7 +547,7 @@ class LayerGroup:
 
         Raises:
             BatchError: it isn't a cache, or is on another device.
-            CacheError: it has another form.
+            CacheError: it has another form, or more places than the kernels can name.
 
         """
         if not isinstance(cache, KVCache):
@@ -554,6 +558,7 @@ class LayerGroup:
                 f"the cache is on {cache.key.device}, the layer on {self.torch_device}; allocate it "
                 "with group.allocate_cache(n)"
             )
+        self.planner.check_cache(cache)
 
     def check_format(self, format: CacheFormat, spacing: bool = True) -> None:
         """Check that a cache has the form that the backends were chosen for.

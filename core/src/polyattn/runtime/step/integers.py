@@ -45,9 +45,10 @@ def integers(name: str, values: Any) -> list[int]:
 def one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
     """Return the places of some sequences' keys, as integers. Raises `BatchError`."""
     places = integers(name, numbers)
-    if len(places) != len(lens) or any(place < 0 for place in places):
+    if len(places) != len(lens) or any(not 0 <= place <= LARGEST for place in places):
         raise BatchError(
-            f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
+            f"{name}={shown(places)} must name one place, 0 to {LARGEST}, for each of {len(lens)} "
+            "sequences"
         )
     return places
 
