@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -87,7 +88,7 @@ class Trials:
     def __init__(self, function: Callable[..., Any], name: str, device: Device, seed: int):
         self.function, self.name, self.device, self.seed = function, name, device, seed
         self.begin: Callable[[Case], object] = lambda case: None
-        self._passed: set[Case] = set()
+        self.passed: set[Case] = set()
 
     def problems(
         self, claims: Claims, budget: float | None = None
@@ -100,7 +101,7 @@ class Trials:
         register(trial, "claim-trial")
         try:
             for case in derive(trial.info, self.device, budget is not None):
-                if case in self._passed:
+                if case in self.passed:
                     continue
                 self.begin(case)
                 try:
@@ -110,7 +111,7 @@ class Trials:
                     if budget is None:
                         return
                 else:
-                    self._passed.add(case)
+                    self.passed.add(case)
                     yield case, None
         finally:
             unregister("claim-trial")
@@ -155,7 +156,7 @@ class ForkedTrials(Trials):
                     case = said
                     continue
                 if said[0] is None:
-                    self._passed.add(case)
+                    self.passed.add(case)
                 results.append((case, said[0]))
         except (EOFError, ConnectionError):
             self._process.join()
@@ -200,13 +201,15 @@ def find(
     """
     trials, findings = trials or Trials(function, name, device, seed), Findings(name)
     names = parameters_of(function)
-    problem = ""
+    problem, farthest = "", -1
     for claims in _bases(names, device):
+        before = len(trials.passed)
         case, reason = trials.proof(claims)
         if reason is None:
             findings.claims = claims
             break
-        problem = problem or f"{case}: {reason}"
+        if len(trials.passed) - before > farthest:  # what works but for that case
+            problem, farthest = f"{case}: {reason}", len(trials.passed) - before
     else:
         findings.refusals["claim", "any"] = problem
         return findings
@@ -298,7 +301,9 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     forks = resolved.platform == "cpu" and sys.platform == "linux" and "jax" not in sys.modules
     trials = (ForkedTrials if forks else Trials)(function, name.upper(), resolved, seed)
     try:
-        return find(function, name.upper(), resolved, seed, budget, trials)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the NaN in poisoned caches
+            return find(function, name.upper(), resolved, seed, budget, trials)
     finally:
         trials.end()
         torch.set_num_threads(threads)
