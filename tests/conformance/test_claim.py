@@ -241,8 +241,10 @@ def test_the_command_prints_the_decorator(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(claim, "DEPARTURES", 0)  # the usual layer alone is tried
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(["claim", "claimed_kernel:nothing", "--device", "cpu"]) == 1
-    assert "RuntimeError: no kernel" in capsys.readouterr().out
+    out, errors = capsys.readouterr()
+    assert "RuntimeError: no kernel" in out and "\033[Knumeric-decoder_uncached-given" in errors
     assert run(["claim", "claimed_kernel:nothin", "--device", "cpu"]) == 2
     assert "write module:function" in capsys.readouterr().err
 

@@ -154,6 +154,7 @@ class ForkedTrials(Trials):
                     raise said
                 if isinstance(said, Case):
                     case = said
+                    self.begin(case)
                     continue
                 if said[0] is None:
                     self.passed.add(case)
@@ -279,8 +280,12 @@ def _additions(names: tuple[str, ...], claims: Claims) -> Iterator[tuple[str, An
     yield from (("roles", role.value) for role in Role)
 
 
-def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings:
+def find_at(
+    path: str, device: str | None, seed: int, budget: float, begin: Callable[[Case], object]
+) -> Findings:
     """Return the kit's verdict on `"module:function"`, a plain function or a backend made of one.
+
+    `begin` hears of each case before it runs.
 
     Raises `SettingsError` where there is none, and what `find` raises.
     """
@@ -300,6 +305,7 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     # Neither a device's context nor JAX's threads survive a fork.
     forks = resolved.platform == "cpu" and sys.platform == "linux" and "jax" not in sys.modules
     trials = (ForkedTrials if forks else Trials)(function, name.upper(), resolved, seed)
+    trials.begin = begin
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the NaN in poisoned caches
