@@ -293,7 +293,7 @@ def test_lines_are_counted_without_what_is_no_code() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_table_of_the_documents_holds_what_is_measured(name: str) -> None:
     """Beside gguf's, torchao's and published formulas; `python tests/format_accuracy.py` prints it."""
-    text = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text()
+    text = (Path(__file__).parents[2] / "benchmarks/results/formats.md").read_text()
     assert f"\n{row_of(row_format(name))}\n" in text
 
 

@@ -389,6 +389,8 @@ def test_install(installed: None) -> None:
     assert pad_input is bert_padding.pad_input
     assert flash_attn_varlen_func is flash_attn_2.flash_attn_varlen_func
     assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+    with pytest.raises(ImportError, match="polyattn_flash_attn"):  # not "unknown location"
+        from flash_attn.flash_attn_interface import _flash_attn_forward  # noqa: F401
 
 
 def test_no_backend_takes_a_stand_in_for_the_library(

@@ -551,7 +551,7 @@ class LayerGroup:
 
         """
         if not isinstance(cache, KVCache):
-            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
+            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache(key, value)")
         self.check_format(cache.format)
         if not same_device(cache.key.device, self.torch_device):
             raise BatchError(
