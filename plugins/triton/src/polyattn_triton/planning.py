@@ -52,6 +52,7 @@ from polyattn_triton.schedule import (
     most_keys,
     rows_of,
     stretches,
+    units_of_decodes,
     whole,
 )
 from polyattn_triton.variants import (
@@ -180,9 +181,15 @@ class PlannedAttention(AttentionBackend):
 
     def refill(self, plan: AttentionPlan, batch: Batch) -> AttentionPlan:
         """Write a later step's work into a captured plan's, whose grid and merge serve any."""
-        rates, tiles = self.rates, None
+        rates, tiles, sent = self.rates, None, None
         if plan.way == "listed":
-            line, rates = self._line(plan, batch), self.decode_rates
+            spec, rates, staging = self.spec_of(batch), self.decode_rates, batch.staging
+            units = units_of_decodes(spec, batch.host_lens, plan.config.block_n, rates.item)
+            sent = None if staging is None else (staging, staging.dropped, units.tobytes())
+            if sent is not None and sent == plan.sent:
+                return plan
+            line = Line.of_units(units, int(units.max()))
+            plan.sent = None
         elif plan.way in ("few", "pieces"):
             later = copy(plan)
             later.batch = batch
@@ -192,6 +199,7 @@ class PlannedAttention(AttentionBackend):
             return plan
         if plan.grid[0]:
             batch.upload(stretches(line, plan.grid[0], rates).work(tiles), plan.work)
+            plan.sent = sent
         return plan
 
     def _keep(self, plan: AttentionPlan) -> None:

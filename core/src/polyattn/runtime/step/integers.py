@@ -17,11 +17,14 @@ from polyattn.spec.fields import LONGEST
 LARGEST = (1 << 31) - 1
 REMEMBERED = 1024
 """Decodes of a step up to which their starts are remembered: to count to 256 takes 10 us."""
+INT = {int}
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def integers(name: str, values: Any) -> list[int]:
     """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
+    if values.__class__ is list:
+        return _whole(name, list(values))
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise BatchError(
@@ -29,12 +32,18 @@ def integers(name: str, values: Any) -> list[int]:
                 "int32"
             )
         return list(values.tolist())
-    if not isinstance(values, (list, Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
+    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
-    numbers = list(values) if not isinstance(values, np.ndarray) else values.tolist()
-    for index, value in enumerate(numbers if set(map(type, numbers)) - {int} else ()):
+    return _whole(name, values.tolist() if isinstance(values, np.ndarray) else list(values))
+
+
+def _whole(name: str, numbers: list[Any]) -> list[int]:
+    """Return numbers as Python's integers, NumPy's too. Raises `BatchError`."""
+    if set(map(type, numbers)) <= INT:
+        return numbers
+    for index, value in enumerate(numbers):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
             raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")

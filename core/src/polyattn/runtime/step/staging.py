@@ -60,6 +60,8 @@ class Staging:
         self._sheets: deque[Sheet] = deque()
         self._sheet: Sheet | None = None
         self._runs: list[tuple[int, int]] = []
+        self.dropped = 0
+        """How often `drop` forgot what was put."""
 
     def room(self, count: int) -> Tensor:
         """Return int32 (count,) on the device, zeros. Its address is a multiple of 16.
@@ -113,7 +115,9 @@ class Staging:
 
     def drop(self) -> None:
         """Forget what was put and not sent, such as of a step that was refused."""
-        self._runs = []
+        if self._runs:
+            self._runs = []
+            self.dropped += 1
 
     def _stream(self) -> Any:
         """Return the current stream: torch's own takes as long for it as a launch."""
