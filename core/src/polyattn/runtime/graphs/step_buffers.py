@@ -20,7 +20,6 @@ from polyattn.runtime.step.integers import Integers, upload
 from polyattn.runtime.step.staging import ROOM, Staging
 from polyattn.spec.kinds import GraphCapture
 
-
 MOST_TOGETHER = 8192
 """Numbers up to which tensors share a launch: torch's has one program for 65,536 of a tensor."""
 

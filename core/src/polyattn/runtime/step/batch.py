@@ -19,6 +19,7 @@ from polyattn.runtime.step.integers import (
     integers,
     on_host,
     one_each,
+    page_locked,
     upload,
 )
 from polyattn.runtime.step.shared_prefix import (
@@ -381,11 +382,13 @@ class Batch:
         # Kernels are compiled for addresses of 16 bytes.
         first = -(-count // 4) * 4
         second = first + -(-len(lens) // 4) * 4
-        numbers = np.zeros(second + len(more), np.int32)
-        numbers[:count], numbers[first : first + len(lens)], numbers[second:] = starts, lens, more
-        there = upload(numbers, self.device)
+        host = page_locked(second + len(more), self.device)
+        numbers = host.numpy()
+        numbers[:count], numbers[first : first + len(lens)] = starts, lens
+        numbers[second:] = more
+        there = host.to(self.device, non_blocking=self.device.type == "cuda")
         self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
-        return there[second:]
+        return there[second:] if len(more) else there
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:

@@ -23,8 +23,8 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 def integers(name: str, values: Any) -> list[int]:
     """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
-    if values.__class__ is list:
-        return _whole(name, list(values))
+    if values.__class__ is list and set(map(type, values)) <= INT:
+        return list(values)
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise BatchError(
@@ -36,14 +36,8 @@ def integers(name: str, values: Any) -> list[int]:
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
-    return _whole(name, values.tolist() if isinstance(values, np.ndarray) else list(values))
-
-
-def _whole(name: str, numbers: list[Any]) -> list[int]:
-    """Return numbers as Python's integers, NumPy's too. Raises `BatchError`."""
-    if set(map(type, numbers)) <= INT:
-        return numbers
-    for index, value in enumerate(numbers):
+    numbers = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    for index, value in enumerate(numbers if set(map(type, numbers)) - INT else ()):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
             raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
@@ -95,6 +89,21 @@ def _decodes(count: int) -> tuple[list[int], Integers, Integers]:
     starts, queries = np.arange(count + 1), np.ones(count, np.int64)
     starts.flags.writeable = queries.flags.writeable = False
     return starts.tolist(), starts, queries
+
+
+def page_locked(count: int, device: torch.device) -> Tensor:
+    """Return int32 (count,) on the host, any numbers, from which a GPU copies while the host goes on.
+
+    Args:
+        count: of numbers.
+        device: where they go. A GPU's copy keeps the memory from others, though the tensor be gone.
+
+    Examples:
+        >>> page_locked(3, torch.device("cpu")).shape
+        torch.Size([3])
+
+    """
+    return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def upload(
