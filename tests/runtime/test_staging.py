@@ -194,3 +194,36 @@ def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPa
     on_device = torch.tensor([5, 7], dtype=torch.int32)
     graph.replay(Batch([0, 1, 2], on_device, table), {})
     assert graph.buffers.seq_lens.tolist() == [5, 7]
+
+
+def test_short_tensors_are_copied_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are and however they lie, goals hold what sources hold."""
+    launches: list[int] = []
+    together = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda a, b: (launches.append(len(a)), together(a, b))
+    )
+    buffers = StepBuffers(4, 1, 8 * 16, 16, CPU, axes=1)
+    graph_reads = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.bfloat16)
+    for rows, width, apart, expected in (
+        (4, 8, False, [4, 1]),
+        (1, 5, False, [4, 1]),  # one row lies as if it were whole
+        (3, 5, False, [3, 1]),
+        (2, 8, True, [3]),
+    ):
+        numbers = torch.arange(rows * 2 if apart else rows) + rows
+        ids = numbers[::2] if apart else numbers
+        hidden = torch.randn(3, rows).bfloat16().T if apart else torch.randn(rows, 3).bfloat16()
+        table = torch.arange(rows * width, dtype=torch.int32).reshape(rows, width) + 1
+        step = Batch(list(range(rows + 1)), [60] * rows, table, ids.clone(), positions=ids + 7)
+        launches.clear()
+        pairs = [
+            (buffers.first(goal, rows), source)
+            for goal, source in zip(graph_reads, (ids, hidden), strict=True)
+        ]
+        buffers.copy(step, pairs)
+        assert launches == expected
+        assert graph_reads[0][:rows].equal(ids) and graph_reads[1][:rows].equal(hidden)
+        assert buffers.block_table[:rows, :width].equal(table)
+        assert buffers.slot_mapping[:rows].equal(ids) and (buffers.slot_mapping[rows:] == -1).all()
+        assert buffers.positions[:rows].equal(ids + 7)
