@@ -287,7 +287,7 @@ class Batch:
         batch.lens_are_bounds = not exact
         return batch
 
-    @property
+    @cached_property
     def num_seqs(self) -> int:
         """Sequences in the batch."""
         return len(self.starts) - 1
@@ -346,9 +346,7 @@ class Batch:
     @cached_property
     def all_decode(self) -> bool:
         """Whether there are sequences, and every one has exactly one query token."""
-        # As many tokens as sequences, none of which is without one.
-        count = int(np.count_nonzero(self.host_query_lens))
-        return 0 < self.starts[-1] == len(self.lens) == count
+        return self.max_query_len == 1 and self.starts[-1] == len(self.starts) - 1
 
     @cached_property
     def query_start_loc(self) -> Tensor:
@@ -386,7 +384,7 @@ class Batch:
         numbers = host.numpy()
         numbers[:count], numbers[first : first + len(lens)] = starts, lens
         numbers[second:] = more
-        there = host.to(self.device, non_blocking=self.device.type == "cuda")
+        there = upload(host, self.device)
         self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
         return there[second:] if len(more) else there
 

@@ -107,12 +107,12 @@ def page_locked(count: int, device: torch.device) -> Tensor:
 
 
 def upload(
-    values: np.ndarray[Any, Any], device: torch.device, into: Tensor | None = None
+    values: np.ndarray[Any, Any] | Tensor, device: torch.device, into: Tensor | None = None
 ) -> Tensor:
     """Copy numbers to a device. The host doesn't wait for what runs on a GPU before the copy.
 
     Args:
-        values: any shape and dtype.
+        values: any shape and dtype; a tensor is one of `page_locked`.
         device: where to.
         into: a buffer of the values' shape; None: a new one.
 
@@ -127,10 +127,13 @@ def upload(
         tensor([0, 1, 2])
 
     """
-    host = torch.from_numpy(np.ascontiguousarray(values))
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        host = host.pin_memory()
+    if isinstance(values, np.ndarray):
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        if on_gpu:
+            host = host.pin_memory()
+    else:
+        host = values
     if into is not None:
         return into.copy_(host, non_blocking=True)
     return host.to(device, non_blocking=on_gpu)
