@@ -275,7 +275,7 @@ class StepBuffers:
     def first(self, buffer: Tensor, rows: int, width: int = 0) -> Tensor:
         """Return what `copy_together` fills a buffer's first rows by: the last step's, if as many.
 
-        It is a view: of one row flat, of int64 as int32.
+        It is a view: of a part of one row flat, of int64 as int32.
 
         Args:
             buffer: one that a graph reads.
@@ -287,7 +287,8 @@ class StepBuffers:
         if of is not buffer or (count, columns) != (rows, width):
             view = buffer[:rows]
             if width:
-                view = buffer[0, :width] if rows == 1 else buffer[:rows, :width]
+                flat = rows == 1 and width < buffer.shape[1]
+                view = buffer[0, :width] if flat else buffer[:rows, :width]
             if view.dtype is torch.int64:
                 view = view.view(torch.int32)
             self._views[id(buffer)] = buffer, rows, width, view
