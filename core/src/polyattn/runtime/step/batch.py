@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import torch_device
 from polyattn.runtime.step.integers import (
     LARGEST,
     Integers,
@@ -32,7 +31,7 @@ from polyattn.runtime.step.shared_prefix import (
 )
 from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
-from polyattn.runtime.step.tensor_checks import check_tensors
+from polyattn.runtime.step.tensor_checks import check_tensors, device_of
 from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
@@ -129,21 +128,11 @@ class Batch:
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        (
-            self.host_starts,
-            self.host_lens,
-            self.host_query_lens,
-            self.max_query_len,
-            self.max_seq_len,
-        ) = on_host(self.starts, self.lens)
+        counts = on_host(self.starts, self.lens)
+        self.host_starts, self.host_lens, self.host_query_lens = counts[:3]
+        self.max_query_len, self.max_seq_len = counts[3:]
         self.num_tokens = self.starts[-1]
-        if device is None:
-            device = "cpu"
-            for tensor in (block_table, slot_mapping, state_slots, positions):
-                if isinstance(tensor, Tensor):
-                    device = tensor.device
-                    break
-        self.device = device if device.__class__ is torch.device else torch_device(device)
+        self.device = device_of(device, block_table, slot_mapping, state_slots, positions)
         if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
             slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
         self.block_table, self.slot_mapping = block_table, slot_mapping

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import as_wide, check_is_tensor, same_device
+from polyattn.runtime.inputs import as_wide, check_is_tensor, same_device, torch_device
+
+
+def device_of(device: torch.device | str | None, *tensors: Any) -> torch.device:
+    """Return a device that a caller names, else the first tensor's, else the CPU. Raises `BatchError`."""
+    if device is None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                return tensor.device
+    return torch_device("cpu" if device is None else device)
 
 
 def check_tensors(batch: Any) -> None:
