@@ -183,8 +183,11 @@ class PlannedAttention(AttentionBackend):
         """Write a later step's work into a captured plan's, whose grid and merge serve any."""
         rates, tiles, sent = self.rates, None, None
         if plan.way == "listed":
-            spec, rates, staging = self.spec_of(batch), self.decode_rates, batch.staging
-            units = units_of_decodes(spec, batch.host_lens, plan.config.block_n, rates.item)
+            rates, staging, units = (
+                self.decode_rates,
+                batch.staging,
+                self._decode_units(plan, batch),
+            )
             sent = None if staging is None else (staging, staging.dropped, units.tobytes())
             if sent is not None and sent == plan.sent:
                 return plan
@@ -286,21 +289,21 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        line, item = self._line(plan, batch), self.decode_rates.item
-        mean = line.total / batch.num_seqs - item
-        if not spec.graph_capture and line.longest - item <= EVEN * mean + 1:
+        item, units = self.decode_rates.item, self._decode_units(plan, batch)
+        longest, mean = int(units.max()), int(np.add.reduce(units)) / batch.num_seqs - item
+        if not spec.graph_capture and longest - item <= EVEN * mean + 1:
             splits = self.splits(batch)
             programs = batch.num_seqs * spec.num_kv_heads * splits
             if not leaves_tail(programs, self.places):
                 self._plan_even(plan, splits)
                 return
         plan.way = "listed"
-        self._deal(plan, line, None)
+        self._deal(plan, Line.of_units(units, longest), None)
 
-    def _line(self, plan: AttentionPlan, batch: Batch) -> Line:
-        """Lay a step's decodes on a line, a tile each."""
+    def _decode_units(self, plan: AttentionPlan, batch: Batch) -> Ints:
+        """Return how long the tiles of a step's decodes are."""
         spec, item, block = self.spec_of(batch), self.decode_rates.item, plan.config.block_n
-        return Line.of_decodes(spec, batch.host_lens, batch.max_seq_len, block, item)
+        return units_of_decodes(spec, batch.host_lens, block, item)
 
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
         """A program for each sequence, KV head and split. The device assigns the keys."""

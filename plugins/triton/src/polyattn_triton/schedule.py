@@ -204,14 +204,6 @@ class Line(NamedTuple):
         np.add.accumulate(units, out=ends[1:])
         return cls(ends, int(ends[-1]), longest)
 
-    @classmethod
-    def of_decodes(cls, spec: LayerSpec, lens: Ints, longest: int, block: int, item: int) -> Line:
-        """Lay rows of one query token, the last of its sequence, of which the `longest` has so many."""
-        units = units_of_decodes(spec, lens, block, item)
-        if spec.sliding_window or spec.chunk_size:
-            return cls.of_units(units, int(units.max(initial=item)))
-        return cls.of_units(units, -(-longest // block) + item)
-
 
 def units_of_decodes(spec: LayerSpec, lens: Ints, block: int, item: int) -> Ints:
     """Return how long the tiles of rows of one query token are; `block`: a power of two."""
