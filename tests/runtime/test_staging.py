@@ -12,7 +12,7 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs import cuda_graph
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.runtime.step.staging import Staging
+from polyattn.runtime.step.staging import SHEETS, Staging
 
 CPU = torch.device("cpu")
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -24,16 +24,13 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.queue: list[Callable[[], Any]] = []
         self.ended = self.given = 0
-        copy_, device = torch.Tensor.copy_, self
+        together, device = torch._foreach_copy_, self
 
-        def late(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-            if not non_blocking:
-                return copy_(into, source)
-            device.do(lambda: copy_(into, source))
-            return into
+        def late(goals: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+            device.do(lambda: together(goals, sources))
 
-        monkeypatch.setattr(torch.Tensor, "copy_", late)
-        monkeypatch.setattr(Staging, "_stream", lambda staging: None)
+        monkeypatch.setattr(torch, "_foreach_copy_", late)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda of: None)
 
     def do(self, action: Callable[[], Any]) -> None:
         self.queue.append(action)
@@ -69,15 +66,15 @@ def test_numbers_on_their_way_are_not_overwritten(monkeypatch: pytest.MonkeyPatc
     device = Device(monkeypatch)
     staging, seen = device.staging(16), []
     room = staging.room(3)
-    for step in range(6):
+    for step in range(6 * SHEETS):
         staging.put(room, np.array([step, step + 10, step + 20]))
         staging.send()
         device.do(lambda: seen.append(room.tolist()))
-        if step == 3:
-            device.run(3)  # two copies and what reads the first
+        if step == 2 * SHEETS:
+            device.run(2 * SHEETS + 1)  # the first book's copies, some of the second's
     device.run()
-    assert seen == [[step, step + 10, step + 20] for step in range(6)]
-    assert len(staging._sheets) == 4  # the first two served again
+    assert seen == [[step, step + 10, step + 20] for step in range(6 * SHEETS)]
+    assert len(staging._books) == 4  # and the one in use: the first served again
 
 
 def test_what_lies_side_by_side_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +90,7 @@ def test_what_lies_side_by_side_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch
     staging.put(first, np.array([7]))
     staging.put(third, np.array([8, 9]))
     staging.send()
-    assert len(device.queue) == 2  # the second room stays as it is
+    assert len(device.queue) == 1  # the second room stays as it is
     device.run()
     assert first[:1].tolist() == [7] and second.tolist() == [1] and third[:2].tolist() == [8, 9]
 
@@ -141,8 +138,7 @@ def test_replays_in_a_row_each_read_their_own_lengths(monkeypatch: pytest.Monkey
     graph = graph_of(monkeypatch, 4, groups=2)
     device = Device(monkeypatch)
     buffers, seen = graph.buffers, []
-    buffers.staging._event = device.event
-    buffers.staging._sheets.clear()
+    buffers.staging._event, buffers.staging._book = device.event, None
     monkeypatch.setattr(
         graph.graph, "replay", lambda: device.do(lambda: seen.append(buffers.seq_lens.tolist()))
     )

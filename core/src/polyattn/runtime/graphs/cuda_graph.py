@@ -70,15 +70,15 @@ class StepGraph:
             if problem is not None:
                 raise BatchError(problem)
         beside = self._checked(batch, inputs)
-        filled, send = buffers.stage(batch), buffers.staging.send
+        filled = buffers.stage(batch)
         if self.reads_tensors:
-            send()
             buffers.copy(batch, beside)
         with on_the_host():
             for group, plan in self.plans.items():
                 group.planner.refill(plan, group.planner.own(filled))
-        send()
-        if not self.reads_tensors:
+        if self.reads_tensors:
+            buffers.staging.send()
+        else:
             buffers.copy(batch, beside)
         if not self.mixed:
             self.graph.replay()

@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, flag
-from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers, upload
 from polyattn.runtime.step.staging import ROOM, Staging
 from polyattn.spec.kinds import GraphCapture
-
-MOST_TOGETHER = 8192
-"""Numbers up to which tensors share a launch: torch's has one program for 65,536 of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,6 @@ class StepBuffers:
 
         """
         filled = self.stage(batch)
-        self.staging.send()
         self.copy(batch, beside)
         filled.staging = None
         return filled
@@ -233,7 +228,7 @@ class StepBuffers:
         return filled
 
     def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Copy a step's tensors in, and the second of each pair `beside` it, in the same launches."""
+        """Send what is staged, a step's tensors, and the second of each pair `beside` it together."""
         count, tokens, pairs = len(batch.host_lens), batch.num_tokens, list(beside)
         slots, states = batch.slot_mapping, batch.state_slots
         held = (count, 0 if slots is None else tokens, 0 if states is None else count)
@@ -260,7 +255,7 @@ class StepBuffers:
             pairs.append((self.first(self.state_slots, count), states))
         if self.state_targets is not None:
             pairs += self._targets(batch.state_targets)
-        copy_together(pairs)
+        self.staging.send(pairs)
 
     def _empty(self, held: tuple[int, int, int]) -> None:
         """Empty what no step holds, where an earlier one had more rows, slots or states than `held`."""
@@ -318,30 +313,3 @@ class StepBuffers:
 def _has_lens(batch: Batch) -> bool:
     """Whether a step's lengths are on the device already; where the host has bounds, those count."""
     return batch.lens_are_bounds or "seq_lens" in vars(batch)
-
-
-def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first of each pair the second, of as many numbers: what is short in one launch.
-
-    torch has one launch for tensors of one dtype that lie alike. Goals in int32 take int64 so.
-    """
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for goal, source in pairs:
-        dtype, alike = goal.dtype, source.is_contiguous() and goal.is_contiguous()
-        if source.dtype is not dtype:
-            if alike:
-                source = source.view(dtype)
-            else:
-                goal = goal.view(source.dtype)
-        if not alike or goal.numel() > MOST_TOGETHER:
-            goal.copy_(source)
-            continue
-        if goal.dim() != source.dim():  # of one row
-            source = source.view(-1)
-        if dtype.itemsize == 1:
-            goal, source = raw(goal), raw(source)
-        goals, sources = by_dtype.setdefault(dtype, ([], []))
-        goals.append(goal)
-        sources.append(source)
-    for goals, sources in by_dtype.values():
-        torch._foreach_copy_(goals, sources)
