@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
+from polyattn.families.attention.sharing import Sharing
 from polyattn.runtime.graphs import cuda_graph
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.step.staging import SHEETS, Staging
@@ -223,3 +225,17 @@ def test_short_tensors_are_copied_in_one_launch(monkeypatch: pytest.MonkeyPatch)
         assert buffers.block_table[:rows, :width].equal(table)
         assert buffers.slot_mapping[:rows].equal(ids) and (buffers.slot_mapping[rows:] == -1).all()
         assert buffers.positions[:rows].equal(ids + 7)
+
+
+def test_a_staged_step_s_prefixes_are_planned_before_its_table_is_there() -> None:
+    """The buffers' table is the step's before: nothing is shared there."""
+    buffers = StepBuffers(2, 1, 64, 16, CPU, sharing=True)
+    buffers.fill(Batch([0, 1, 2], [40, 40], torch.tensor([[1, 2, 3], [4, 5, 6]]).int()))
+    table = torch.tensor([[7, 8, 9], [7, 8, 10]], dtype=torch.int32)
+    filled, planned = buffers.stage(Batch([0, 1, 2], [40, 44], table)), []
+    backend = SimpleNamespace(plan=lambda batch, reuse: planned.append(batch.shared_prefix))
+    Sharing.refill(
+        SimpleNamespace(block_size=16), SimpleNamespace(backend=backend, plan=None), filled
+    )
+    ((level,),) = planned
+    assert [(run.first, run.count, list(run.rows)) for run in level] == [(0, 2, [0, 1])]
