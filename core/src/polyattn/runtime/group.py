@@ -51,6 +51,7 @@ log = logging.getLogger("polyattn")
 
 
 UNKNOWN = 1 << 32
+NOWHERE_ELSE = nullcontext()
 _numbers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
 
@@ -134,7 +135,7 @@ class StepPlan:
         refilled = group.spec.graph_capture or group.spec.length_bounds
         self._num_blocks = UNKNOWN if on_host and not refilled else 0
 
-    @property
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
         """The backends' parts, in the order in which they run."""
         return tuple(call for op in self.ops for call in op.calls)
@@ -343,7 +344,7 @@ class LayerGroup:
                 "first_positions are for keys that are passed whole; a cache's first key has "
                 "position 0, so leave them out"
             )
-        if self.spec.cached and not batch.keys_packed:
+        if self.spec.cached and "key_starts" in vars(batch) and not batch.keys_packed:
             raise BatchError(
                 "key_starts are for keys that are passed whole; the block table says where cached ones "
                 "are, so leave them out"
@@ -617,7 +618,7 @@ def _unpickled(selection: Selection, cache_format: CacheFormat | None) -> LayerG
 def on_the_host() -> AbstractContextManager[Any]:
     """Return a context that makes new tensors on the host, under any default device."""
     # `torch.set_default_device` and `with torch.device` put a mode on this stack.
-    return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
+    return torch.device("cpu") if torch._C._len_torch_function_stack() else NOWHERE_ELSE
 
 
 def load_backend(

@@ -192,7 +192,11 @@ class Sharing:
 
     def refill(self, call: Call, batch: Batch) -> None:
         """Write a later step's decodes into the plan of a captured call that may share."""
-        levels = batch.find_shared_prefix(self.block_size)
+        levels = batch.shared_prefix
+        if (
+            levels is None or batch.staging is None
+        ):  # staged ones are checked; the table comes later
+            levels = batch.find_shared_prefix(self.block_size)
         call.backend.plan(with_a_column(batch).with_shared_prefix(levels), call.plan)
 
     def note(self, step: Batch, call: Call) -> str:
