@@ -13,7 +13,7 @@ CHANNELS: dict[str, tuple[Contender, ...]] = {
     "cuda": ("TRITON_SCAN", "FLA_CHANNELS"), "cpu": tuple(RECURRENT["cpu"]),
 }  # fmt: skip
 SSM: dict[str, tuple[Contender, ...]] = {
-    "cuda": ("TRITON_SCAN", "FLA", "MAMBA_SSM"), "cpu": tuple(RECURRENT["cpu"]),
+    "cuda": ("TRITON_SCAN", "MAMBA_SSM"), "cpu": tuple(RECURRENT["cpu"]),
 }  # fmt: skip
 
 

@@ -22,11 +22,12 @@ from polyattn import (
     StateCache,
     select,
 )
+from polyattn.conformance.cases.recurrent import specs
 from polyattn.errors import BatchError, CacheError, PluginError, SelectionError, SpecError
 from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.workload import latent_weights
-from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, unusual
 from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.plan_checks import check_calls
@@ -458,3 +459,13 @@ def test_prompts_outside_of_graphs_have_the_plans_of_prompts(device: str, backen
         work = workload(group, lengths)
         work.check()
         assert any(isinstance(op, mla_planning.Expanded) for op in work.plan.ops)
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
+def test_float16_holds_what_a_recurrence_draws(kind: str) -> None:
+    for label, spec in specs(AttentionKind(kind), "float16"):
+        group = LayerGroup(select(spec, "cpu", backend="VANILLA_SCAN"))
+        for numbers in unusual(spec):
+            work = workload(group, [(40, 80)] * 3, numbers=numbers, step={"numbers": numbers})
+            most = float(work.expected[0].abs().max())
+            assert most < torch.finfo(torch.float16).max, f"{label}, {numbers}: {most}"

@@ -10,7 +10,7 @@ from polyattn import LayerSpec, resolve_device
 from polyattn.conformance.harness.base import Harness
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.latent import LatentSpec
-from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.compare import lse_error, output_error, row_errors
 from polyattn.workload.tolerance import LATENT, TOLERANCES, tolerance_of
 from torch import Tensor
 
@@ -107,3 +107,15 @@ def test_what_e4m3_may_be_off_by_grows_as_logits_do(size: int, scale: float) -> 
     assert lse < allowed.lse, lse
     if scale * math.sqrt(size) > 1:  # a smaller logit's rounding is hidden by bfloat16's
         assert lse > 0.4 * allowed.lse, lse
+
+
+@pytest.mark.parametrize(("size", "error"), [(1, 1e-6), (64, 1e-4)])
+def test_a_row_of_one_element_is_measured_against_its_tokens_rows(size: int, error: float) -> None:
+    right = torch.ones(5, 15, size, dtype=torch.float64)
+    right[2, 3] = 1e-3
+    out = right.clone()
+    out[2, 3] += 1e-6
+    assert output_error(out, right) == pytest.approx(error, rel=0.04)
+    out[2, 3] = 0.05  # of another head, say
+    errors = row_errors(out, right)
+    assert float(errors[2, 3]) > 0.04 and int((errors > 1e-9).sum()) == 1

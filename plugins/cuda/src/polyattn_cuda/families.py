@@ -194,14 +194,15 @@ FLA_LIBRARY: dict[str, Any] = {
 }
 FLA_CLAIMS = Capabilities(
     platforms={"cuda": ("sm_80+",)},
-    kinds=frozenset({AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN}),
+    # Not Mamba-2: fla has no skip connection, and `D x` often cancels an output that it has rounded.
+    kinds=frozenset({AttentionKind.LINEAR, AttentionKind.GDN}),
     head_sizes=multiples(8, high=256),
     v_head_sizes=multiples(8, high=256),
     features=names("causal gqa v_head_size"),
 )
 FLA = BackendInfo(
     name="FLA",
-    summary="flash-linear-attention: Mamba-2, linear attention, the gated delta rule",
+    summary="flash-linear-attention: linear attention, the gated delta rule",
     path="polyattn_cuda.recurrent:FlashLinearAttention",
     requires=("flash-linear-attention>=0.5",),
     **FLA_LIBRARY,

@@ -87,7 +87,7 @@ def step_size(dt: Tensor, params: Tensors, softplus: bool) -> Tensor:
 
 
 class FlashLinearAttention(SlotStates):
-    """fla's chunked and recurrent kernels; states (heads, K, V), Mamba-2's with V first."""
+    """fla's chunked and recurrent kernels; states (heads, K, V)."""
 
     name: ClassVar[str] = "FLA"
 
@@ -104,28 +104,16 @@ class FlashLinearAttention(SlotStates):
     ) -> tuple[Tensor, Tensor]:
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-        spec = self.spec
-        assert spec.recurrent is not None
-        mamba = spec.kind is AttentionKind.MAMBA2
-        each = spec.num_heads // spec.num_kv_heads
-        if mamba:
-            dt = step_size(x["dt"], params, spec.recurrent.dt_softplus)
-            q, k, v, g = x["C"], x["B"], (x["x"] * dt[..., None]).to(x["x"].dtype), dt * params["A"]
-        else:
-            q, k, v = x["q"], x["k"], x["v"]
-            g = params["decay"].expand(len(v), -1)
-        if each > 1:
-            q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+        q, k, v = x["q"], x["k"], x["v"]
+        if self.spec.gqa_ratio > 1:
+            q, k = (t.repeat_interleave(self.spec.gqa_ratio, 1) for t in (q, k))
         call = fused_recurrent_simple_gla if plan.batch.all_decode else chunk_simple_gla
         result, final = call(
-            q=q[None], k=k[None], v=v[None], g=g[None].contiguous(),
-            scale=1.0 if mamba else spec.scale, initial_state=initial, output_final_state=True,
-            state_v_first=mamba, cu_seqlens=plan.starts,
+            q=q[None], k=k[None], v=v[None], g=params["decay"].expand(1, len(v), -1).contiguous(),
+            scale=self.spec.scale, initial_state=initial, output_final_state=True,
+            cu_seqlens=plan.starts,
         )  # fmt: skip
-        result = result[0]
-        if mamba and "D" in params:
-            result = result + params["D"][:, None] * x["x"]
-        return result, final
+        return result[0], final
 
     def _delta(
         self, plan: SlotPlan, x: Tensors, params: Tensors, initial: Tensor

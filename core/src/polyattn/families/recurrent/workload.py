@@ -296,9 +296,13 @@ def _errors(actual: Tensor, right: Tensor) -> Tensor:
 
 
 def unusual(spec: LayerSpec) -> list[str]:
-    """Return the unusual numbers that a layer's steps may be drawn with."""
+    """Return the unusual numbers that a layer's steps may be drawn with.
+
+    What forgets by a step grows by `exp(FORGETTING)` by a negative one, which float16 doesn't hold.
+    """
+    signed = spec.recurrent is not None and not spec.recurrent.dt_softplus
     resets = ["resets"] if RATES & form_of(spec).inputs.keys() else []
-    return ["growing", "forgetting", *resets]
+    return ["growing", *([] if signed else ["forgetting"]), *resets]
 
 
 def rates(usual: Tensor, numbers: str, generator: torch.Generator) -> Tensor:
