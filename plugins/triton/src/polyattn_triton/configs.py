@@ -289,6 +289,30 @@ SCANS: dict[tuple[AttentionKind, str], ScanConfig] = {
     (AttentionKind.GDN, "decode"): ScanConfig(64, 1, 4, 1),
 }
 """By kind and phase, whatever the chip."""
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """What a walk through chunks takes in pieces, in units of a chunk of a program that walks alone.
+
+    `on_one`: programs that a multiprocessor runs beside each other in the time of one. `left`: a chunk
+    of the launch that finds what pieces leave. `carry`: of the other, what each earlier piece costs.
+    `begin`: a launch.
+    """
+
+    on_one: float
+    left: float
+    carry: float
+    begin: float
+
+
+WALKS: dict[AttentionKind, WalkConfig] = {
+    AttentionKind.MAMBA2: WalkConfig(2, 0.7, 0.2, 1.0),
+    AttentionKind.LINEAR: WalkConfig(2, 0.7, 0.2, 1.0),
+    AttentionKind.GDN: WalkConfig(2, 0.8, 0.5, 2.0),
+    AttentionKind.KDA: WalkConfig(2, 0.9, 1.0, 4.0),
+    AttentionKind.RWKV7: WalkConfig(2, 0.9, 1.0, 4.0),
+}
 FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}
 """Where products are of float32, keys are wide, or a multiprocessor has less than 228 KiB for tiles."""
 
