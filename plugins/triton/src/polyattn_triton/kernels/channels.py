@@ -189,12 +189,12 @@ def chunk_kernel(
     rows = tl.arange(0, CHUNK)
     k_ok = (kk < KS)[None, :]
     LEFT += left_place(piece, head, KS, VS, BLOCK_K, BLOCK_V)
-    place, there, h = state_of(
-        STATE + slot * st_s + head * st_h, LEFT, kk, vv, begin, begun, piece_tokens,
-        KS, VS, BLOCK_K, BLOCK_V, PART, V.dtype.element_ty,
-    )  # fmt: skip
-    seq = piece if PART == "whole" else tl.load(PIECE_SEQ + piece)
+    STATE += slot * st_s + head * st_h
     kind: tl.constexpr = V.dtype.element_ty
+    place, there, h = state_of(
+        STATE, LEFT, kk, vv, begin, begun, piece_tokens, KS, VS, BLOCK_K, BLOCK_V, PART, kind
+    )
+    seq = piece if PART == "whole" else tl.load(PIECE_SEQ + piece)
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
     for first in range(begin, stop, CHUNK):

@@ -124,11 +124,11 @@ def delta_kernel(
         return  # nothing comes before the first one
     rows = tl.arange(0, CHUNK)
     LEFT += left_place(piece, head, KS, VS, BLOCK_K, BLOCK_V)
-    place, there, h = state_of(
-        STATE + slot * st_s + head * st_h, LEFT, kk, vv, begin, begun, piece_tokens,
-        KS, VS, BLOCK_K, BLOCK_V, PART, V.dtype.element_ty,
-    )  # fmt: skip
+    STATE += slot * st_s + head * st_h
     kind: tl.constexpr = V.dtype.element_ty
+    place, there, h = state_of(
+        STATE, LEFT, kk, vv, begin, begun, piece_tokens, KS, VS, BLOCK_K, BLOCK_V, PART, kind
+    )
     group = head // EACH
     WORK += head * w_h
     FACTORS += head.to(tl.int64) * (4 * tokens)

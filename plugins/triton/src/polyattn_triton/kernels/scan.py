@@ -58,9 +58,20 @@ def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
 
 @triton.jit
 def state_of(
-    STATE, LEFT, kk, vv, first, begun, piece_tokens, KS: tl.constexpr, VS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr, kind: tl.constexpr,
-):  # fmt: skip
+    STATE,
+    LEFT,
+    kk,
+    vv,
+    first,
+    begun,
+    piece_tokens,
+    KS: tl.constexpr,
+    VS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
+    kind: tl.constexpr,
+):
     """A program's part of a head's state as (values, keys): its place, and its content in float32.
 
     `LEFT`: a piece's and head's place in (pieces, heads, rows, BLOCK_K), which "left" fills. A row of
@@ -303,7 +314,9 @@ def gated_kernel(
         v = x.to(tl.float32)
         if MAMBA:
             dt = ahead.to(tl.float32)
-            ahead = tl.load(DT + (at + CHUNK).to(tl.int64) * dt_t, mask=at + CHUNK < stop, other=0.0)
+            ahead = tl.load(
+                DT + (at + CHUNK).to(tl.int64) * dt_t, mask=at + CHUNK < stop, other=0.0
+            )
             if HAS_BIAS:
                 dt += bias
             if SOFTPLUS:
