@@ -116,7 +116,7 @@ def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 def walk_options(spec: LayerSpec, arch: str, each: float = 0.0) -> dict[str, int]:
     """Return the options that `chunk_kernel` is launched with. `each`: programs of a multiprocessor.
 
-    They don't depend on the batch where bits may not.
+    They don't depend on the batch where bits may not. (What pieces leave takes registers: of "out" 0.)
     """
     config = prompt_config(spec, arch)
     many = each > MANY and power(spec.head_size) == 128 and not spec.batch_invariant
@@ -162,6 +162,7 @@ class Channels:
             pair_options(spec, self.arch),
         )
         for part, grid, left, cells, size in self.walk.launches(slots.numel(), pieces):
+            each = 0.0 if part == "out" else math.prod(grid) / multiprocessors(q.device)
             _chunk(
                 grid,
                 (v, work, whole, out, states, left, *meta, *cells),
@@ -169,5 +170,5 @@ class Channels:
                 (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
                 (size,),
                 chunk_constants(spec, self.arch, part),
-                walk_options(spec, self.arch, math.prod(grid) / multiprocessors(q.device)),
+                walk_options(spec, self.arch, each),
             )

@@ -19,7 +19,7 @@ from polyattn_triton.configs import WALKS, WalkConfig, prompt_config
 from polyattn_triton.launch import multiprocessors, power
 from polyattn_triton.selective import Pieces
 
-PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many pieces the longest sequence may be cut."""
 GATED = (AttentionKind.MAMBA2, AttentionKind.LINEAR)
 
@@ -33,21 +33,23 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
 
 
 def tokens_of_piece(
-    counts: Sequence[int], chunk: int, config: WalkConfig, blocks: tuple[int, int], places: int
+    counts: Sequence[int], chunk: int, config: WalkConfig, blocks: tuple[int, int], places: float
 ) -> int:
     """Return the tokens of a piece with which a walk takes the least; 0: of whole sequences.
 
     `counts`: tokens of each sequence. `blocks`: programs of a piece in the launches "out" and "left".
-    `places`: multiprocessors.
+    `places`: programs that run side by side.
     """
-    longest = triton.cdiv(max(counts, default=0), chunk)
-    shared = sum(counts) / (chunk * places * config.on_one)
-    ways = [(max(longest, shared * blocks[0]), 0)]
+    total, longest = sum(counts), triton.cdiv(max(counts, default=0), chunk)
+    shared = total * blocks[0] / (chunk * places)
+    ways = [(max(longest, shared), 0)]
     for pieces in PIECES:
         size = triton.cdiv(longest, pieces)
-        out, left = (max(size, shared * programs) for programs in blocks)
-        us = config.begin + left * config.left + out + config.carry * triton.cdiv(longest, size)
-        ways.append((us, size * chunk))
+        tokens = size * chunk
+        before = sum((count - 1) // tokens for count in counts if count) * size
+        left = config.left * max(size, before * blocks[1] / places)
+        rest = config.begin + config.carry * triton.cdiv(longest, size)
+        ways.append((left + max(size, shared) + rest, tokens))
     return min(ways)[1]
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.delta import solved
-from polyattn_triton.kernels.scan import LEAST, chunk_of, left_place, piece_of, state_of
+from polyattn_triton.kernels.scan import LEAST, chunk_of, leave, left_place, piece_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -237,6 +237,6 @@ def chunk_kernel(
                 mask=(at < count)[None, :] & (vv < VS)[:, None],
             )
     if PART == "left":
-        tl.store(LEFT + vv[:, None] * BLOCK_K + kk[None, :], h)
+        leave(LEFT, h, kk, vv, VS, BLOCK_K, BLOCK_V, kind)
     elif stop == count:
         tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

@@ -7,7 +7,14 @@ solves every chunk's by itself; `delta_kernel` walks a sequence's chunks with th
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import chunk_decays, chunk_of, left_place, piece_of, state_of
+from polyattn_triton.kernels.scan import (
+    chunk_decays,
+    chunk_of,
+    leave,
+    left_place,
+    piece_of,
+    state_of,
+)
 from polyattn_triton.kernels.tiles import load_tile
 
 
@@ -160,6 +167,6 @@ def delta_kernel(
             )
         h = tl.dot((fresh * until[None, :]).to(kind), k, h * whole, input_precision="ieee")
     if PART == "left":
-        tl.store(LEFT + vv[:, None] * BLOCK_K + kk[None, :], h)
+        leave(LEFT, h, kk, vv, VS, BLOCK_K, BLOCK_V, kind)
     elif stop == count:
         tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

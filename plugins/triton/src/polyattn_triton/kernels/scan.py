@@ -89,13 +89,40 @@ def state_of(
         earlier = first // piece_tokens
         each = tl.num_programs(1).to(tl.int64) * (ROWS * BLOCK_K)
         own = vv[:, None] * BLOCK_K + kk[None, :]
-        keys = (VALUES + kk)[:, None] * BLOCK_K + kk[None, :]
+        keys = (VALUES + kk)[:, None] * (2 * BLOCK_K) + kk[None, :]
+        held = (kk < KS)[:, None]
         h += tl.load(LEFT - earlier * each + own, mask=there & (first > 0), other=0.0)
         for i in tl.range(1, earlier, num_stages=1):  # more would fill the shared memory
             before = LEFT - (earlier - i) * each
-            through = tl.load(before + keys, mask=(kk < KS)[:, None], other=0.0)
-            h = _wide_dot(h, through, tl.load(before + own), kind)
+            through = before.to(tl.pointer_type(kind)) + keys
+            more = tl.load(before + own)
+            high = h.to(kind)
+            more = tl.dot(high, tl.load(through + BLOCK_K, mask=held, other=0.0), more)
+            most = tl.load(through, mask=held, other=0.0)
+            more = tl.dot((h - high.to(tl.float32)).to(kind), most, more)
+            h = tl.dot(high, most, more)
     return place, there, h
+
+
+@triton.jit
+def leave(
+    LEFT,
+    h,
+    kk,
+    vv,
+    VS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Store what "left" finds, as `state_of` reads it: a key's row as its two halves, of 16 bits each."""
+    if tl.program_id(2) * BLOCK_V < VS:
+        tl.store(LEFT + vv[:, None] * BLOCK_K + kk[None, :], h)
+    else:
+        place = LEFT.to(tl.pointer_type(kind)) + vv[:, None] * (2 * BLOCK_K) + kk[None, :]
+        high = h.to(kind)
+        tl.store(place, high)
+        tl.store(place + BLOCK_K, (h - high.to(tl.float32)).to(kind))
 
 
 @triton.jit
