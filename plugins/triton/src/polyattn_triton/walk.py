@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from polyattn.kernel import AttentionKind, Batch, LayerSpec, at_least
+from polyattn.kernel import AttentionKind, Batch, LayerSpec, arch_matches, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import WALKS, WalkConfig, prompt_config
@@ -44,6 +44,8 @@ def tokens_of_piece(
     shared = total * blocks[0] / (chunk * places)
     ways = [(max(longest, shared), 0)]
     for pieces in PIECES:
+        if pieces > longest:
+            break
         size = triton.cdiv(longest, pieces)
         tokens = size * chunk
         before = sum((count - 1) // tokens for count in counts if count) * size
@@ -81,8 +83,10 @@ class Walk:
             WALKS[spec.kind],
             multiprocessors(device),
         )
-        # Bits may not depend on the batch; products with M have 16 digits.
-        self.cuts = not spec.batch_invariant and (spec.kind in GATED or spec.dtype != "float32")
+        # Products with a matrix M are of 16 bits. Other chips than Hopper spill theirs: 9 KB on sm_80.
+        elsewhere = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90", arch)
+        products = spec.dtype != "float32" and not elsewhere
+        self.cuts = not spec.batch_invariant and (spec.kind in GATED or products)
         self.left = torch.empty(0, dtype=torch.float32, device=device)
         self._none = torch.empty(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
