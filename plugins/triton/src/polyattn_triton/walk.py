@@ -101,7 +101,8 @@ class Walk:
 
     def launches(self, sequences: int, pieces: Pieces | None) -> Iterator[Launch]:
         """Yield the launches of a step."""
-        parts, cells, programs, size = ("whole",), (self._none, self._none), sequences, 0
+        parts: tuple[str, ...] = ("whole",)
+        cells, programs, size = (self._none, self._none), sequences, 0
         if pieces is not None:
             parts, cells, programs = ("left", "out"), (pieces.seq, pieces.start), pieces.count
             size, room = pieces.size, programs * self.heads * self.each
