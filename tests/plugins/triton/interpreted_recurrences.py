@@ -69,7 +69,7 @@ STEPS = {
     "whole": ([19, 63, 1, 0], [19, 83, 9, 5]),
     "pieces": ([700], [701]),
     "long ago": ([11, 8, 7, 40], [113, 244, 60, 40]),
-    "pieces of 64": ([192, 193, 129, 64, 1, 0], [192, 200, 129, 80, 9, 5]),
+    "pieces of 64": ([256, 193, 129, 64, 1, 0], [256, 200, 129, 80, 9, 5]),
     "pieces of 128": ([256, 300, 127], [256, 310, 127]),
 }
 
@@ -92,6 +92,14 @@ def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
             decay -= 40.0
 
 
+def all_remember(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Have tokens forget next to nothing, so that what several pieces leave counts."""
+    inputs["g" if "g" in inputs else "w"] *= 1e-3
+    for name in ("beta", "b"):
+        if name in inputs:
+            inputs[name] *= 0.2
+
+
 def gates_in_float32(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
     """Have log decays in float32, of digits that 16 bits don't hold."""
     inputs["g"] = inputs["g"].float() * 1.001
@@ -110,7 +118,7 @@ CASES = [
     *(("gdn", "long chunks", partial(every_seventh, rate)) for rate in (-900.0, -1e6, -math.inf)),
     *((kind, "pieces of 64", None) for kind in ("mamba2", "linear")),
     *((f"{kind} float16", "pieces of 64", change) for kind in ("gdn", "kda", "rwkv7")
-      for change in (None, partial(every_seventh, -math.inf))),
+      for change in (all_remember, partial(every_seventh, -math.inf))),
     ("gdn float16", "pieces of 128", None),
     *(("mamba2", "long chunks", partial(long_steps, size)) for size in (900.0, 1e30)),
 ]  # fmt: skip
