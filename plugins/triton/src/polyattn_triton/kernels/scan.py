@@ -328,45 +328,42 @@ def gated_kernel(
     past = rows[:, None] >= rows[None, :]
     kind: tl.constexpr = K.dtype.element_ty  # float32 where B and C are
     EXACT: tl.constexpr = MAMBA and V.dtype.element_ty == tl.float32  # equal rates need it never
-    if MAMBA:  # a chunk ahead, since nothing of it can begin without
-        DT += start.to(tl.int64) * dt_t + head
-        at = begin + rows
-        ahead = tl.load(DT + at.to(tl.int64) * dt_t, mask=at < stop, other=0.0)
     for first in range(begin, stop, CHUNK):
         at = first + rows
         ok = at < stop
         row = (start + at).to(tl.int64)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
         x = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
-        v = x.to(tl.float32)
+        wide = x.to(tl.float32)
         if MAMBA:
-            dt = ahead.to(tl.float32)
-            ahead = tl.load(
-                DT + (at + CHUNK).to(tl.int64) * dt_t, mask=at + CHUNK < stop, other=0.0
-            )
+            dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 dt += bias
             if SOFTPLUS:
                 dt = _softplus(dt)
             dt = tl.where(ok, dt, 0.0)
             g = dt * rate
-            v *= dt[:, None]
+            wide *= dt[:, None]
         else:
             g = tl.where(ok, rate, 0.0)
+        v = wide.to(kind)
         since, between, until, whole = chunk_decays(g, past, at, first, stop, CHUNK, EXACT)
         if PART != "left":
             q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
             y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
-            y = tl.dot(s.to(kind), v.to(kind), y, input_precision="ieee") * scale
+            y = tl.dot(s.to(kind), v, y, input_precision="ieee") * scale
             if HAS_D:
                 y += skip * x.to(tl.float32)
             if GATED:
                 at_z = row[:, None] * z_t + head * z_h + vv[None, :]
                 y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
             store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
-        kept = (v * until[:, None]).to(kind)
-        h = tl.dot(tl.trans(k), kept, h * whole, input_precision="ieee")
+        if PART == "left":  # whose registers hold no outputs: the values, which are fewer, decay
+            v = (wide * until[:, None]).to(kind)
+        else:
+            k = (k.to(tl.float32) * until[:, None]).to(kind)
+        h = tl.dot(tl.trans(k), v, h * whole, input_precision="ieee")
         decays *= whole
     if PART == "left":
         tl.store(LEFT + own * (BLOCK_K * WIDE) + inner, h)
