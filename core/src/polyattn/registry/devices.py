@@ -26,6 +26,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
 
     Raises:
         DeviceError: it isn't known, or isn't here; the message has what each detector said.
+        SettingsError: `settings` are none.
 
     Examples:
         >>> device = resolve_device("x86-avx512")
