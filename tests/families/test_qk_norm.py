@@ -126,6 +126,9 @@ def test_bad_input_is_refused_by_name() -> None:
         layer(*torch.randn(1, 8, 16).split((4, 2, 2), 1), cache, batch)
     with pytest.raises(SpecError, match="q_norm was given with rotate=False"):
         Attention(SPEC, rotate=False, **both)
+    for wrong in (0, 1, "no", torch.ones(2)):  # 0 was neither refused nor False
+        with pytest.raises(SpecError, match="rotate=.* must be True, False, or None"):
+            Attention(SPEC, rotate=wrong, **both)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="q_norm was given, and the spec has no qk_norm"):
         Attention(SPEC.replace(qk_norm=None), rotate=True, **both)
     with pytest.raises(SpecError, match=r"k_norm has shape \(64,\); it must be \(16,\)"):

@@ -526,6 +526,23 @@ def test_no_block_within_which_to_choose(name: str) -> None:
         assert (indexer(query, keys, batch, weights, within) == -1).all()
 
 
+@pytest.mark.parametrize("name", ["VANILLA_INDEX", "TORCH_INDEX", "NATIVE_INDEX"])
+@pytest.mark.parametrize("score", [torch.nan, -torch.inf])
+def test_an_entry_without_a_score_is_chosen_before_one_that_does_not_count(
+    name: str, score: float
+) -> None:
+    """Within blocks, those of smaller ids may not count, and have no score either."""
+    parts = IndexerSpec(num_heads=1, head_size=16, budget=4, within=4, activation="none")
+    spec = MSA.replace(sparse=SparseSpec(budget=4), indexer=parts)
+    indexer = Indexer(LayerGroup(select(spec, "cpu", backend=f"index={name}")))
+    keys = indexer.allocate_cache(1).fill_(1.0)
+    keys[0, 9] = score
+    batch = Batch.from_lens([1], [16], torch.tensor([[0]]).int(), keys.shape[1])
+    query, weights = torch.ones(1, 1, 16), torch.ones(1, 1)
+    within = torch.tensor([[[2, -1]]], dtype=torch.int32)
+    assert indexer(query, keys, batch, weights, within).tolist() == [[[8, 9, 10, 11]]]
+
+
 def test_an_indexer_refuses_what_it_would_misread() -> None:
     indexer, batch, frame = index_step("tokens")
     query, keys = frame.query, frame.keys

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import polyattn
 import pytest
 import torch
 from devices import everywhere
@@ -517,3 +518,12 @@ def test_a_list_of_selected_layers_is_no_selection() -> None:
     for wrong in (layers, layers[0]):
         with pytest.raises(SpecError, match="pass the selection of each item"):
             LayerGroup(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [[], "x", 1])
+def test_workspaces_and_settings_that_are_none_are_refused(wrong: Any) -> None:
+    """An empty list counted as none of either."""
+    with pytest.raises(SpecError, match=r"workspaces=.* must be another group's"):
+        LayerGroup(select(SPEC, "cpu"), workspaces=wrong)
+    with pytest.raises(SettingsError, match=r"settings=.* must be Settings, or None"):
+        polyattn.resolve_device("cpu", wrong)

@@ -276,8 +276,18 @@ def _norm_differences(spec: LayerSpec, call: Call) -> list[str]:
         rows = raw if form.over == "head" else raw.flatten()
         by = nn.functional.rms_norm(rows, rows.shape[-1:], weight.double() + form.offset, form.eps)
         by = by.view_as(seen)
-        factor = float((by * seen).sum() / (by * by).sum())  # of the rotation, or a temperature
-        fits.append(bool((by * factor - seen).abs().max() <= 2e-5 * seen.abs().max()))
+        turned = 0 if spec.rope is None else spec.rope.rotary_size
+        cut = spec.head_size - turned if turned and spec.rope.last else turned  # type: ignore[union-attr]
+        near = 2e-5 * seen.abs().max()
+        fits.append(
+            all(
+                bool((one * (one * each).sum() / (one * one).sum() - each).abs().max() <= near)
+                for one, each in zip(  # a factor of the rotation, or a temperature
+                    by.tensor_split([cut], -1), seen.tensor_split([cut], -1), strict=True
+                )
+                if one.numel()
+            )
+        )
     if norm is None:
         return ["qk_norm: the spec has none, and the module norms its query"] if any(fits) else []
     return [] if fits[0] else [f"qk_norm: the module's query isn't normed by {norm}"]

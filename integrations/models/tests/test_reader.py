@@ -280,6 +280,13 @@ def test_both_bases_are_understood_where_all_layers_are_windowed() -> None:
     assert {spec.rope.base for spec in layer_specs(values) if spec.rope} == {1e4}
 
 
+def test_i_bert_s_integers_are_refused() -> None:
+    """8-bit queries, keys and values, and a softmax of integers."""
+    values = {"model_type": "ibert", **tiny_values(CONFIG_MAPPING["ibert"])}
+    assert model_layers(values | {"quant_mode": False}).specs
+    assert "quant_mode=True can't be served; only False" in refused(values | {"quant_mode": True})
+
+
 def test_an_infinity_is_read_from_a_mapping_as_from_a_file(tmp_path: Path) -> None:
     """Who parses the file has a dict, with infinity as transformers 5 writes it."""
     values = {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": [1],

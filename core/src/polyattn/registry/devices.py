@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError, describe, shown
+from polyattn.errors import DeviceError, SettingsError, describe, shown
 from polyattn.registry.catalogue import catalogue, unknown
 from polyattn.registry.discovery import discover, plugins_generation
 from polyattn.registry.info import load_object
@@ -26,6 +26,7 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
 
     Raises:
         DeviceError: it isn't known, or isn't here; the message has what each detector said.
+        SettingsError: `settings` are none.
 
     Examples:
         >>> device = resolve_device("x86-avx512")
@@ -35,7 +36,9 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
     """
     if isinstance(device, Device):
         return device
-    settings = current_settings() if settings is None else settings
+    if not isinstance(settings, Settings | None):
+        raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
+    settings = settings or current_settings()
     facts = (settings.plugins, settings.disabled_plugins, plugins_generation())
     text = _current(facts, settings) if device is None else str(device)
     key = (text, facts)

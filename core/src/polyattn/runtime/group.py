@@ -250,6 +250,8 @@ class LayerGroup:
         if cache_format is not None:
             self.check_format(cache_format, spacing=False)
             self.cache_format = cache_format
+        if not isinstance(workspaces, Workspaces | None):
+            raise SpecError(f"workspaces={shown(workspaces)} must be another group's .workspaces")
         self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
         self._prepared: set[Any] = set()

@@ -191,6 +191,12 @@ def biased(cfg: Config) -> Stack:
     return [Missing(RELATIVE_BIAS)] * cfg.need("num_hidden_layers")
 
 
+def ibert(cfg: Config) -> Towers:
+    """I-BERT as it is trained first: its second form has a softmax of integers."""
+    cfg.only("quant_mode", False)
+    return encoder()(cfg)
+
+
 def mvp(cfg: Config) -> Towers:
     """MVP, whose prompts are keys and values beside the text's."""
     cfg.only("use_prompt", False)
@@ -201,9 +207,10 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
          "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie",
-         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod", "ibert"),
+         "bert-generation", "megatron-bert", "rembert", "roc_bert", "xmod"),
         encoder(),
     ),
+    "ibert": ibert,
     "roformer": encoder(rope=roformer_rope),
     "tapas": tapas,
     "big_bird": big_bird,

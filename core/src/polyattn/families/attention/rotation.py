@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, SpecError
+from polyattn.errors import BatchError, SpecError, shown
 from polyattn.families.attention.rope import axes, inv_freq, query_temperature
 from polyattn.runtime.rotation import Rotation
 from polyattn.runtime.step.batch import Batch
@@ -25,9 +25,9 @@ OWN_DOUBLES = ("cpu", "cuda")
 def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
     """Return whether a layer rotates its inputs. Raises `SpecError` if the caller didn't say."""
     rope = spec.rope
-    if rotate not in (None, True, False):
+    if rotate is not None and not isinstance(rotate, bool):
         raise SpecError(
-            f"rotate={rotate!r} must be True, False, or None where the spec has no rope"
+            f"rotate={shown(rotate)} must be True, False, or None where the spec has no rope"
         )
     if rope is None:
         if rotate:

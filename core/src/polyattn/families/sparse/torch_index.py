@@ -126,6 +126,9 @@ class TorchIndex(IndexBackend):
         # A stable sort: equal scores keep the order of their ids, and unseen entries come last.
         order = scores.sort(stable=True, dim=2, descending=True).indices
         real = seen.expand_as(scores).gather(2, order)
+        if within is not None:  # of scores of -inf, too: what isn't seen may have smaller ids
+            real, places = real.sort(stable=True, dim=2, descending=True)
+            order = order.gather(2, places)
         order = order[..., :count].int().masked_fill(~real[..., :count], NONE)
         if isinstance(spec.budget, float):
             allowed = torch.ceil(there.double() * spec.budget - 1e-9)
