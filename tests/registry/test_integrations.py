@@ -49,6 +49,16 @@ def test_another_version_of_the_host_is_a_problem(folder: Path) -> None:
     assert found("hosty").registered == "by import polyattn_hosty"
 
 
+def test_another_release_is_a_problem(folder: Path) -> None:
+    needs = "Requires-Dist: polyattn>=99,<100\n"
+    install(folder, "polyattn-hostw", "9.0", needs, f"[{GROUP}]\nhostw = polyattn_hostw\n")
+    problem = found("hostw").problem
+    assert problem.startswith("polyattn-hostw 9.0: polyattn ")
+    assert problem.endswith(
+        "polyattn>=99,<100 is needed; pip install --upgrade polyattn polyattn-hostw"
+    )
+
+
 def test_a_host_may_be_absent_by_design(folder: Path) -> None:
     install(folder, "polyattn-hostz", "0.1.0", "", f"[{GROUP}]\nhostz = polyattn_hostz:install\n")
     assert found("hostz").host == "none needed" and not found("hostz").problem

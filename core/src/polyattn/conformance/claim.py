@@ -251,8 +251,8 @@ def _bases(names: tuple[str, ...], device: Device) -> Iterator[Claims]:
         # Tried first: at block size 1 all layouts are alike.
         fields["layouts"] = tuple((layout,) for layout in LAYOUTS)
     indices = product(*(range(len(values)) for values in fields.values()))
-    counted = [(sum(map(bool, at)), at) for at in indices]
-    for _, at in sorted(item for item in counted if item[0] <= DEPARTURES):
+    counted = [(sum(map(bool, at)), sum(at), at) for at in indices]  # usual values first
+    for *_, at in sorted(item for item in counted if item[0] <= DEPARTURES):
         chosen = {
             name: values[index] for (name, values), index in zip(fields.items(), at, strict=True)
         }

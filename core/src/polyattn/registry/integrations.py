@@ -14,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from polyattn.registry.distributions import distributions, installed
+from polyattn.registry.requirements import of_another_release
 
 GROUP = "polyattn.integrations"
 
@@ -64,6 +65,8 @@ def integrations() -> list[Integration]:
         for entry in dist.entry_points.select(group=GROUP):
             if entry.name not in by_name:  # a second copy on sys.path is shadowed, as for import
                 host, problem = _host(entry.name, dist)
+                if other := of_another_release(dist):
+                    problem = f"{dist.name} {dist.version}: {other}"
                 by_name[entry.name] = Integration(
                     entry.name, dist.name, dist.version, host, _registered(entry), problem
                 )

@@ -20,7 +20,7 @@ from polyattn.registry.discovery import discover
 from polyattn.registry.distributions import distributions, requires_of_polyattn
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.installed import Registry
-from polyattn.registry.integrations import integrations
+from polyattn.registry.integrations import GROUP, integrations
 from polyattn.registry.machine import Fault, Unset, ask_detector, load_problem
 from polyattn.registry.requirements import of_another_release, requirement_problem
 from polyattn.registry.timings import timings
@@ -120,10 +120,11 @@ def _requirements() -> list[str]:
 
 
 def _mixed() -> list[str]:
-    """Return the plugins and integrations that were made for another polyattn than the installed one."""
+    """Return plugins and readers that were made for another polyattn; integrations tell it themselves."""
     told = {}
     for each in distributions():
-        if not any(entry.group.startswith("polyattn.") for entry in each.entry_points):
+        groups = {entry.group for entry in each.entry_points}
+        if GROUP in groups or not any(group.startswith("polyattn.") for group in groups):
             continue
         if problem := of_another_release(each):
             told[each.name] = f"{each.name} {each.version}: {problem}"
