@@ -21,6 +21,8 @@ from polyattn_triton.selective import Pieces
 
 PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Into how many pieces the longest sequence may be cut."""
+WIDEST = 128
+"""Keys of a head up to which a program holds what a matrix M multiplies."""
 GATED = (AttentionKind.MAMBA2, AttentionKind.LINEAR)
 
 
@@ -83,9 +85,9 @@ class Walk:
             WALKS[spec.kind],
             multiprocessors(device),
         )
-        # Products with a matrix M are of 16 bits. Other chips than Hopper spill theirs: 9 KB on sm_80.
+        # Products with a matrix M are of 16 bits, and M has its registers on Hopper: sm_80 spills 9 KB.
         elsewhere = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90", arch)
-        products = spec.dtype != "float32" and not elsewhere
+        products = spec.dtype != "float32" and power(keys) <= WIDEST and not elsewhere
         self.cuts = not spec.batch_invariant and (spec.kind in GATED or products)
         self.left = torch.empty(0, dtype=torch.float32, device=device)
         self._none = torch.empty(0, dtype=torch.int32, device=device)
