@@ -121,14 +121,14 @@ TARGETS = {
         ),
     ),
     "row formats": Target(
-        sources("rows.h", "row_path.h"),
+        sources("rows.h", "row_keys.h", "row_path.h"),
         (
             tests(CPU + "test_native_rows.py"), kit("NATIVE_ATTN", FORMATS),
             slow(CPU + "test_native_rows.py"), MEMORY,
         ),
     ),
     "pairs": Target(
-        sources("row_path.h", "row_pairs.h", "pair_dots.h", "dot_products.h", "dot_path.h"),
+        sources("row_keys.h", "row_path.h", "row_pairs.h", "pair_dots.h", "dot_products.h", "dot_path.h"),
         (
             tests(CPU + "test_native_rows.py"), kit("NATIVE_ATTN", FORMATS),
             slow(CPU + "test_native_rows.py"),

@@ -62,18 +62,18 @@ COUNTS = ("batches", "layers", "with_nan_or_inf", "failed", "cpu_s", "wall_s")
 def together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the row of two pieces of a revision; it tells where the worse one's worst batch was."""
     worse = max(one, other, key=lambda row: row["worst_of_tolerance"])
-    found = other | {name: round(one[name] + other[name], 1) for name in COUNTS}
-    found |= {name: worse[name] for name in ("worst_of_tolerance", "where")}
+    row = other | {name: round(one[name] + other[name], 1) for name in COUNTS}
+    row |= {name: worse[name] for name in ("worst_of_tolerance", "where")}
     failures = [*one.get("failures", ()), *other.get("failures", ())]
-    return found | ({"failures": failures} if failures else {})
+    return row | ({"failures": failures} if failures else {})
 
 
 def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
     """Add a row to the file, which another run may be writing to."""
     with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = json.loads(out.read_text()) if out.exists() else {"backends": {}}
-        found |= {
+        report = json.loads(out.read_text()) if out.exists() else {"backends": {}}
+        report |= {
             "command": "python benchmarks/random_batches.py",
             "machine": f"{platform.machine()}, torch threads {torch.get_num_threads()}",
             "device": str(device),
@@ -81,12 +81,12 @@ def record(out: Path, name: str, device: Device, row: dict[str, Any]) -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        rows = found["backends"].setdefault(name, [])
+        rows = report["backends"].setdefault(name, [])
         if rows and rows[-1]["revision"] == row["revision"]:
             row = together(rows.pop(), row)
         rows.append(row)
         whole = out.with_suffix(".new")
-        whole.write_text(json.dumps(found, indent=1) + "\n")
+        whole.write_text(json.dumps(report, indent=1) + "\n")
         whole.replace(out)  # others read it meanwhile
 
 

@@ -1,8 +1,8 @@
 """How near are formats of cached rows to other implementations? `python tests/format_accuracy.py`.
 
-Prints the table of `docs/contracts.md`: 4,096 rows of normal numbers, by gguf and torchao where they have
-the format, else by the formula of its paper or engine in float64. An error is the root of the squared
-error over the squared norm.
+Prints the table of `benchmarks/results/formats.md`: 4,096 rows of normal numbers, by gguf and torchao
+where they have the format, else by the formula of its paper or engine in float64. An error is the root
+of the squared error over the squared norm.
 """
 
 from __future__ import annotations

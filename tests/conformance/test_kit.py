@@ -118,8 +118,8 @@ def test_the_kit_leaves_the_random_state_alone() -> None:
         getoption=lambda name, default=None: "TORCH_MERGE" if name.endswith("backend") else default,
         option=SimpleNamespace(),
     )
-    made = _Kit(config)  # type: ignore[arg-type]
-    assert made.seed >= 0
+    kit = _Kit(config)  # type: ignore[arg-type]
+    assert kit.seed >= 0
     for backend, check in (("TORCH_SDPA", "plans"), ("TORCH_SCAN", "recurrent_search")):
         case = next(c for c in derive(discover().backends[backend], CPU) if c.check == check)
         run_case(case, backend, CPU, seed=3, budget=0.1)
@@ -305,14 +305,14 @@ def test_the_last_words_are_the_seed_and_what_failed() -> None:
         getoption=lambda name, default=None: "TORCH_MERGE" if name.endswith("backend") else default,
         option=SimpleNamespace(),
     )
-    made, lines = _Kit(config), []  # type: ignore[arg-type]
-    made.counts.update({("numeric", "failed"): 3, ("plans", "failed"): 1, ("plans", "passed"): 2})
-    made.failures.update({"numeric-many": "off by 2, " * 9, "numeric-mixed": "off by 3"})
-    made.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
-    assert lines[0].endswith(f"4 failed, 0 skipped, seed {made.seed}")
+    kit, lines = _Kit(config), []  # type: ignore[arg-type]
+    kit.counts.update({("numeric", "failed"): 3, ("plans", "failed"): 1, ("plans", "passed"): 2})
+    kit.failures.update({"numeric-many": "off by 2, " * 9, "numeric-mixed": "off by 3"})
+    kit.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
+    assert lines[0].endswith(f"4 failed, 0 skipped, seed {kit.seed}")
     assert lines[1] == "failed, by what was looked at: numeric 3, plans 1"
     assert lines[2] == "the smallest: numeric-mixed: off by 3"
-    assert lines[3] == f'to run it alone, add: --polyattn-seed {made.seed} -k "numeric-mixed"'
+    assert lines[3] == f'to run it alone, add: --polyattn-seed {kit.seed} -k "numeric-mixed"'
 
 
 def test_a_failed_recurrence_says_where() -> None:
@@ -338,20 +338,20 @@ def test_a_failed_recurrence_says_where() -> None:
     assert slot != other
 
 
-def test_a_backend_that_claims_too_little_learns_what(tmp_path: Path) -> None:
+def test_a_backend_that_claims_too_little_learns_what() -> None:
     """Of the layer that is nearest to its claims; and what a kernel raises keeps its traceback."""
     config = SimpleNamespace(
         getoption=lambda name, default=None: "TORCH_MLA" if name.endswith("backend") else default,
         option=SimpleNamespace(),
     )
-    made = _Kit(config)  # type: ignore[arg-type]
-    caps = made.info.capabilities
-    made.info = replace(
-        made.info, capabilities=replace(caps, features=caps.features - {"v_head_size"})
+    kit = _Kit(config)  # type: ignore[arg-type]
+    caps = kit.info.capabilities
+    kit.info = replace(
+        kit.info, capabilities=replace(caps, features=caps.features - {"v_head_size"})
     )
-    made.cases = derive(made.info, CPU)
-    assert not [case for case in made.cases if case.check == "latent"]
-    assert "\n  v_head_size: wanted a V head size" in made.lacks()
+    kit.cases = derive(kit.info, CPU)
+    assert not [case for case in kit.cases if case.check == "latent"]
+    assert "\n  v_head_size: wanted a V head size" in kit.lacks()
     with pytest.raises(AssertionError) as ours:
         judge(
             "A",
@@ -401,8 +401,8 @@ def test_every_backend_gives_cases(device: str) -> None:
 def test_an_indexer_has_no_case_of_what_it_doesn_t_claim() -> None:
     """Without a claim it is DeepSeek-V3.2's: a ReLU, weights, one token an entry."""
     info = discover().backends["NATIVE_INDEX"]
-    asked = [c.spec.indexer for c in derive(info, CPU)]
-    assert {form for i in asked if i for form in i.forms} == set(INDEX_FORMS)
+    indexers = [c.spec.indexer for c in derive(info, CPU)]
+    assert {form for i in indexers if i for form in i.forms} == set(INDEX_FORMS)
     plain = replace(info, capabilities=info.capabilities.but(indexes=frozenset()))
     cases = derive(plain, CPU)
     assert {c.batch for c in cases} >= {"mixed", "decode", "bounds", "edges"}

@@ -90,7 +90,7 @@ def test_one_length_for_all_and_none() -> None:
       r"cache_seqlens\[1\]=33 and 2 new tokens: block_table has 2 pages"),
      (None, {}, "cache_seqlens is missing"),
      (3, {"block_table": torch.zeros(2, 2, dtype=torch.int32), "starts": torch.tensor([0, 1])},
-      "starts go with dense rows"),
+      "left padding. go with dense rows"),
      (torch.tensor([1, -1]), {}, r"cache_seqlens\[1\]=-1"),
      (torch.tensor([1]), {}, r"cache_seqlens is \(1,\); it is a number, or a tensor \(2,\)"),
      ([1, 2], {}, "cache_seqlens is a list"),

@@ -21,7 +21,7 @@ from polyattn.spec.latent import LatentSpec
 from polyattn.spec.rope import RopeSpec
 from polyattn_models import layer_specs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operators import Operators
 from transformers import LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereRotaryEmbedding
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as turn_neighbours
@@ -323,32 +323,22 @@ def test_a_captured_plan_is_refilled_in_place() -> None:
     torch.testing.assert_close(held[1].double(), wanted, rtol=1e-6, atol=0)
 
 
-class Written(TorchDispatchMode):
-    """Which memory operators write to, whose results are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.places.add(found.untyped_storage().data_ptr())
-        return found
-
-
 def test_a_captured_plan_s_angles_are_computed_in_its_own_tensors() -> None:
     spec = SPEC.replace(
         rope=RopeSpec(rotary_size=32, scaling="linear", factor=4.0, attention_factor=1.1)
     )
     buffers = StepBuffers(2, 1, 128, 16, "cpu", axes=1)
     held = rotation_of(spec, buffers.batch([3, 4]))
+    written: list[torch.Tensor] = []
     for lens in ([30, 50], [100, 1]):
         buffers.positions.copy_(torch.tensor(lens) - 1)
         batch = buffers.batch(lens)
-        with Written() as written:
+        written.clear()
+        with Operators(lambda name, args, result: written.append(result)):
             assert rotation_of(spec, batch, held) is held
         own = (buffers.positions, held.turns, held.angles, _on(spec.rope, 0, torch.device("cpu")))
-        assert written.places <= {tensor.untyped_storage().data_ptr() for tensor in own}
+        places, here = ({t.untyped_storage().data_ptr() for t in some} for some in (written, own))
+        assert places and places <= here
         assert torch.equal(held.turns, rotation_of(spec, batch).turns)
 
 

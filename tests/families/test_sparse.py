@@ -17,6 +17,7 @@ from polyattn import (
     CompressorSpec,
     Indexer,
     IndexerSpec,
+    LatentSpec,
     LayerGroup,
     LayerSpec,
     SparseAttention,
@@ -30,6 +31,7 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
 from polyattn.families.sparse import planning, reference, torch_index
 from polyattn.families.sparse.index_workload import WHOLE, IndexWorkload
+from polyattn.runtime.cache import kv_cache
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.step import chosen_pages
 from polyattn.runtime.step.chosen_pages import choice_of
@@ -217,6 +219,24 @@ def test_a_choice_of_any_width(granularity: int, backend: str) -> None:
         some.check(f"{width} ids: ")
         if not width:
             assert not some.out.any() and (some.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_mla"])
+def test_a_cache_of_more_places_than_int32_names_is_refused_before_it_changes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = DSA
+    if kind == "sparse_mla":
+        latent = LatentSpec(rank=16, rope_head_size=8)
+        spec = DSA.replace(kind=kind, num_kv_heads=8, head_size=24, v_head_size=16, latent=latent)
+    work = workload(LayerGroup(spec), [(5, 19)])
+    *inputs, cache = work.inputs
+    for module in (kv_cache, chosen_pages):
+        monkeypatch.setattr(module, "LARGEST_PAGE", cache.num_blocks * cache.block_size - 1)
+    before = bits(cache.key).clone()
+    with pytest.raises(CacheError, match="int32 names .* fewer blocks"):
+        work.layer(*inputs, cache, work.plan, choice=work.choice)
+    assert torch.equal(bits(cache.key), before)
 
 
 def test_an_id_that_comes_twice_counts_twice_or_is_refused() -> None:

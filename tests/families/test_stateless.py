@@ -19,28 +19,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operators import Operators
 
 HEADS, SIZE = 4, 16
 
 
-class Counted(TorchDispatchMode):
-    """Counts torch's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators(call: Any) -> int:
     """Return how many of torch's operators a call runs."""
-    with torch.no_grad(), Counted() as counted:
+    names: list[str] = []
+    with torch.no_grad(), Operators(lambda name, *_: names.append(name)):
         call()
-    return counted.count
+    return len(names)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -94,6 +83,9 @@ def test_a_scale_of_nothing_is_refused() -> None:
     query = torch.randn(1, 3, 2, 8)
     with pytest.raises(BatchError, match="scale=0"):
         polyattn.attention(query, query, query, scale=0.0)
+    for scale in ("", torch.ones(2)):
+        with pytest.raises(SpecError, match="scale=.* must be a positive number"):
+            polyattn.attention(query, query, query, scale=scale)  # type: ignore[arg-type]
 
 
 Q, K = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
@@ -124,6 +116,7 @@ UNSEEN = torch.tensor([True, False, True])[None, None, None]
         ({"query": FLAT, "key": FLAT, "value": FLAT}, r"query \(6, 2, 8\) is packed: it needs"),
         ({"first_positions": 3}, "first_positions=3 must be a list of integers"),
         ({"sliding_window": [3]}, r"sliding_window=\[3\] must be one value"),
+        ({"sinks": torch.ones(4, device="meta")}, "sinks is on the meta device"),
     ],
 )  # fmt: skip
 def test_what_is_no_tensor_or_list_is_named(changes: dict[str, Any], says: str) -> None:

@@ -114,9 +114,12 @@ def test_a_layer_rotates_by_places_in_the_text() -> None:
 
 def test_what_is_refused() -> None:
     given = LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32", cached=False)
-    with pytest.raises(BatchError, match="first_positions=.* must name one place, 0 or more"):
+    for name in ("first_positions", "key_starts"):
+        with pytest.raises(BatchError, match=f"{name}=.* must name one place, 0 to 2147483647"):
+            Batch.from_lens([3], [3], **{name: [2**31]})
+    with pytest.raises(BatchError, match="first_positions=.* must name one place, 0 to"):
         Batch.from_lens([1, 2], [1, 2], first_positions=[3])
-    with pytest.raises(BatchError, match="first_positions=.* must name one place, 0 or more"):
+    with pytest.raises(BatchError, match="first_positions=.* must name one place, 0 to"):
         Batch.from_lens([1], [1], first_positions=[-1])
     masked = polyattn.LayerGroup(given.replace(mask="custom", causal=False))
     seen = polyattn.CustomMask.pack([torch.ones(1, 1, dtype=torch.bool)])

@@ -256,12 +256,33 @@ def test_trees_and_windows_are_blocks(backend: str) -> None:
 
 
 def test_blocks_of_what_does_not_fit_are_refused() -> None:
-    with pytest.raises(BatchError, match="9 bits over new keys"):
+    with pytest.raises(BatchError, match="9 bits; masks over new keys"):
         BlockSparseMask.of(CustomMask.tree([[-1, 0, 1]]), [4], [8], (1, 1))
     with pytest.raises(BatchError, match="must be .query rows, keys., 1 or more each"):
         BlockSparseMask.sliding_window(3, [4], [8], (0, 1))
     with pytest.raises(BatchError, match="window=0 must be 1 or more"):
         BlockSparseMask.sliding_window(0, [4], [8], (1, 1))
+
+
+def test_a_mask_of_another_shape_with_as_many_bits_is_refused() -> None:
+    """Transposed, or in another order of sequences."""
+    seen = torch.rand(2, 5) < 0.5
+    with pytest.raises(BatchError, match=r"masks\[0\] has shape \(5, 2\); .* must be \(2, 5\)"):
+        Batch.from_lens([2], [5], mask=CustomMask.pack([seen.T], "all"))
+    swapped = CustomMask.pack([seen, torch.rand(1, 5) < 0.5], "all")
+    with pytest.raises(BatchError, match=r"masks\[0\] has shape \(2, 5\)"):
+        BlockSparseMask.of(swapped, [1, 2], [5, 5], (1, 1))
+    whole = CustomMask.pack([seen, torch.ones(0, 0, dtype=torch.bool)], "all")
+    assert Batch.from_lens([2, 0], [5, 3], mask=whole).mask is whole
+
+
+def test_blocks_of_a_tree_beside_padding_rows_are_the_tree_s() -> None:
+    tree, none = torch.eye(2, dtype=torch.bool), torch.ones(1, 0, dtype=torch.bool)
+    blocks = BlockSparseMask.of(CustomMask.pack([tree, none]), [2, 1], [5, 0], (1, 1))
+    assert blocks.indices == [0, 1, 2, 3, 0, 1, 2, 4]
+    assert blocks.indptr == [0, 4, 8, 8]
+    with pytest.raises(BatchError, match="4 bits; masks over new keys"):  # more queries than keys
+        BlockSparseMask.of(CustomMask.pack([tree]), [2], [1], (1, 1))
 
 
 def test_a_spec_carries_the_name() -> None:

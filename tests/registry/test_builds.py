@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,43 +99,25 @@ def test_explain_and_list_name_the_build(library: None) -> None:
     assert list(row["builds"]) == ["plain", "rich"] and all(row["builds"].values())
 
 
+CLAIMS = RICH.capabilities
+
+
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("variants", "fields", "why"),
     [
-        (lambda: BackendInfo.of_variants(PLAIN, PLAIN, name="B", summary=""), "a build twice"),
-        (
-            lambda: BackendInfo(
-                name="B", summary="", path="a:B", capabilities=RICH.capabilities, variants=(PLAIN,)
-            ),
-            "of_variants",
-        ),
-        (
-            lambda: BackendInfo(
-                name="B", summary="", path="a:B", capabilities=RICH.capabilities, build="x"
-            ),
-            "declare variants",
-        ),
-        (
-            lambda: BackendInfo.of_variants(
-                Variant(name="a b", path="a:B", capabilities=RICH.capabilities),
-                name="B",
-                summary="",
-            ),
-            "Variant.name='a b'",
-        ),
-        (
-            lambda: BackendInfo.of_variants(
-                Variant(name="a", path="nothing", capabilities=RICH.capabilities),
-                name="B",
-                summary="",
-            ),
-            "Variant.path='nothing'",
-        ),
+        ((PLAIN, PLAIN), {}, "a build twice"),
+        ((), {"variants": (PLAIN,)}, "of_variants"),
+        ((), {"build": "x"}, "declare variants"),
+        ((Variant(name="a b", path="a:B", capabilities=CLAIMS),), {}, "Variant.name='a b'"),
+        ((Variant(name="a", path="nothing", capabilities=CLAIMS),), {}, "Variant.path='nothing'"),
     ],
 )
-def test_nonsense_is_named(change: Callable[[], BackendInfo], why: str) -> None:
+def test_nonsense_is_named(variants: tuple[Variant, ...], fields: dict[str, Any], why: str) -> None:
+    make = partial(BackendInfo.of_variants, *variants)
+    if not variants:
+        make = partial(BackendInfo, path="a:B", capabilities=CLAIMS)
     with pytest.raises(PluginError, match=why):
-        accepted("polyattn_backends", [change()], BackendInfo)
+        accepted("polyattn_backends", [make(name="B", summary="", **fields)], BackendInfo)
 
 
 CHOICES = """

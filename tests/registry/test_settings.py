@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,21 +9,21 @@ from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
 from polyattn.errors import SettingsError
 from polyattn.registry.capabilities import Capabilities
-from polyattn.settings import load
+from polyattn.settings import Settings, load
 
 
 def test_precedence_argument_then_variable_then_file() -> None:
-    found = load({"POLYATTN_BACKEND": "B"}, {"backend": "C"}, "polyattn.toml")
-    assert found.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
-    assert found.notes == (
+    values = load({"POLYATTN_BACKEND": "B"}, {"backend": "C"}, "polyattn.toml")
+    assert values.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    assert values.notes == (
         "POLYATTN_BACKEND=B wins over polyattn.toml: backend=C, where both name a backend",
     )
-    over = found.with_backend("prefill=A", "flag --backend")
+    over = values.with_backend("prefill=A", "flag --backend")
     assert over.override(LLAMA, "prefill").backend == "A"  # type: ignore[union-attr]
     assert over.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
-    found = load({"POLYATTN_LAYOUT": "NHD"}, {"layout": "HND"}, "polyattn.toml")
-    assert found.layout == "NHD"
-    assert found.notes == ("POLYATTN_LAYOUT=NHD wins over polyattn.toml: layout=HND",)
+    values = load({"POLYATTN_LAYOUT": "NHD"}, {"layout": "HND"}, "polyattn.toml")
+    assert values.layout == "NHD"
+    assert values.notes == ("POLYATTN_LAYOUT=NHD wins over polyattn.toml: layout=HND",)
     assert not load({"POLYATTN_LAYOUT": "NHD"}, {"layout": "NHD"}, "polyattn.toml").notes
     only_file = load({}, {"backend": {"decode": "C"}}, "polyattn.toml")
     assert not only_file.notes
@@ -63,6 +64,11 @@ def test_precedence_argument_then_variable_then_file() -> None:
         ({"POLYATTN_BACKEND": "encoder.cross=X"}, {}, "names a role twice"),
         ({"POLYATTN_BACKEND": "decode.decode=X"}, {}, "names a phase twice"),
         ({"VLLM_USE_FLASHINFER": "maybe"}, {}, "VLLM_USE_FLASHINFER='maybe' must be 1 or 0"),
+        (
+            {"VLLM_USE_FLASHINFER": "maybe", "VLLM_ATTENTION_BACKEND": "X"},
+            {},
+            "VLLM_USE_FLASHINFER='maybe' must be 1 or 0",
+        ),
         ({"POLYATTN_PLUGIN_TIMEOUT": "1e9"}, {}, "3600 at most"),
         ({}, {"probe_timeout": True}, "polyattn.toml: probe_timeout=True"),
         ({}, {"plugins": 3}, "polyattn.toml: plugins=3"),
@@ -78,6 +84,27 @@ def test_bad_settings_are_named(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("probe_timeout", "1"),
+        ("probe_timeout", None),
+        ("plugin_timeout", math.nan),
+        ("plugin_timeout", True),
+        ("multi_block", -1),
+        ("multi_block", "128"),
+        ("multi_block", True),
+        ("timings", 0),
+        ("plugins", (1,)),
+        ("sources", "TORCH_SDPA"),
+        ("sources", ("TORCH_SDPA",)),
+    ],
+)
+def test_settings_made_by_hand_are_checked_as_variables_are(name: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"Settings\.{name}="):
+        Settings(**{name: value})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["mla=NOPE", "prefill.mla=NOPE", "encoder=NOPE", "store=NOPE"])
 def test_a_name_that_nobody_has_is_an_error_for_every_layer(
     text: str, monkeypatch: pytest.MonkeyPatch
@@ -91,25 +118,28 @@ def test_a_name_that_nobody_has_is_an_error_for_every_layer(
 
 
 def test_foreign_variables_are_honoured_with_a_note() -> None:
-    found = load({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN_VLLM_V1"}, {}, "")
-    assert found.override(LLAMA, "decode").backend == "FLASH_ATTN"  # type: ignore[union-attr]
-    assert "alias" in found.notes[0]
+    values = load({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN_VLLM_V1"}, {}, "")
+    assert values.override(LLAMA, "decode").backend == "FLASH_ATTN"  # type: ignore[union-attr]
+    assert "alias" in values.notes[0]
     old = load({"VLLM_USE_FLASHINFER": "1", "POLYATTN_BACKEND": "A"}, {}, "")
     assert old.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
     assert any("deprecated" in note for note in old.notes)
-    assert any("gives way" in note for note in old.notes)
+    assert any("gives way to POLYATTN_BACKEND" in note for note in old.notes)
+    both = load({"VLLM_USE_FLASHINFER": "1", "VLLM_ATTENTION_BACKEND": "A"}, {}, "")
+    assert both.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
+    assert any("VLLM_USE_FLASHINFER gives way to VLLM_ATTENTION_BACKEND" in n for n in both.notes)
 
 
 def test_tensorrt_llms_xqa_is_a_decoders_decode_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = load({"TRTLLM_FORCE_XQA": "1", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, {}, "")
-    assert found.override(LLAMA, "decode").backend == "FLASHINFER_TRTLLM"  # type: ignore[union-attr]
-    assert found.override(LLAMA, "prefill").backend == "FLASH_ATTN"  # type: ignore[union-attr]
-    assert [note.partition(" ")[0] for note in found.notes] == [
+    values = load({"TRTLLM_FORCE_XQA": "1", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, {}, "")
+    assert values.override(LLAMA, "decode").backend == "FLASHINFER_TRTLLM"  # type: ignore[union-attr]
+    assert values.override(LLAMA, "prefill").backend == "FLASH_ATTN"  # type: ignore[union-attr]
+    assert [note.partition(" ")[0] for note in values.notes] == [
         "TRTLLM_FORCE_XQA", "VLLM_ATTENTION_BACKEND",
     ]  # fmt: skip
-    assert all("alias" in note for note in found.notes)
+    assert all("alias" in note for note in values.notes)
     monkeypatch.setenv("TRTLLM_FORCE_XQA", "1")
     decision = select(LLAMA, "h200").decision
     assert decision.decode == "FLASHINFER_TRTLLM" != decision.prefill
@@ -135,8 +165,8 @@ def test_no_means_no(variable: str, word: str) -> None:
 
 
 def test_a_table_in_a_table_is_a_scope_with_a_dot() -> None:
-    found = load({}, {"backend": {"mla": {"decode": "X"}, "prefill": "Y"}}, "polyattn.toml")
-    assert [str(o) for o in found.sources[0]] == ["decode.mla=X", "prefill=Y"]
+    values = load({}, {"backend": {"mla": {"decode": "X"}, "prefill": "Y"}}, "polyattn.toml")
+    assert [str(o) for o in values.sources[0]] == ["decode.mla=X", "prefill=Y"]
 
 
 @pytest.mark.parametrize("key", ["plugins", "disable_plugins"])

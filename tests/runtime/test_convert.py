@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -68,10 +69,14 @@ def written(name: str, values: Tensor, scale: float) -> Tensor:
     return quantize(values, dtype, scale, format)
 
 
+def is_scaled(name: str) -> bool:
+    return name not in PLAIN or STORAGE_DTYPES[name].itemsize == 1
+
+
 def read(name: str, row: Tensor, scale: float) -> Tensor:
     if name not in PLAIN:
         return decoded(row, row_format(name), SIZE) * scale
-    return row.float() * (scale if STORAGE_DTYPES[name].itemsize == 1 else 1.0)
+    return row.float() * scale
 
 
 @pytest.mark.parametrize("old", NAMES)
@@ -84,15 +89,18 @@ def test_any_format_becomes_any_other(old: str) -> None:
         tokens = 3 * 48
         ids = (torch.randperm(9, generator=generator)[: tokens // one[2]],
                torch.randperm(9, generator=generator)[: tokens // other[2]])  # fmt: skip
-        scales = ((0.5, 0.25), (0.75, 0.125))
+        scales = tuple(
+            pair if is_scaled(name) else (1.0, 1.0)
+            for name, pair in ((old, (0.5, 0.25)), (new, (0.75, 0.125)))
+        )
         start, end = (
             (blocks.repeat_interleave(form[2]), torch.arange(form[2]).repeat(len(blocks)))
             for blocks, form in zip(ids, (one, other), strict=True)
         )
         rows = torch.randn(2, tokens, HEADS, SIZE, generator=generator)
         for part, tensor in enumerate((source.key, source.value)):
-            held = written(of_part(old, part), rows[part], scales[0][part])
-            tensor.view(torch.uint8)[start] = held.view(torch.uint8)
+            row_bytes = written(of_part(old, part), rows[part], scales[0][part])
+            tensor.view(torch.uint8)[start] = row_bytes.view(torch.uint8)
         convert_blocks(
             source,
             target,
@@ -117,7 +125,7 @@ def test_equal_formats_and_scales_keep_every_byte(name: str) -> None:
     source, target = cache(name, ("NHD", False, 48), 2), cache(name, ("HND", False, 16), 6)
     for tensor in (source.key, source.value):
         tensor.view(torch.uint8).random_(0, 256)
-    scale = torch.tensor([0.5, 1.0, 2.0])
+    scale = torch.tensor([0.5, 1.0, 2.0]) if is_scaled(name) else 1.0
     convert_blocks(source, target, [1, 0], [5, 0, 3, 1, 2, 4],
                    source_scales=(scale, 1.0), target_scales=(scale, 1.0))  # fmt: skip
     for old, new in ((source.key, target.key), (source.value, target.value)):
@@ -149,13 +157,13 @@ def test_a_last_block_that_isn_t_full(name: str, old: int, new: int, tokens: int
     ids = [list(range(7, 7 - -(-tokens // size), -1)) for size in (old, new)]
     convert_blocks(source, target, *ids, num_tokens=tokens)
     for one, other in ((source.key, target.key), (source.value, target.value)):
-        read, held = (
+        rows, others = (
             t.view(torch.uint8)[at].flatten(0, 1) for t, at in zip((one, other), ids, strict=True)
         )
-        assert torch.equal(read[:tokens], held[:tokens])
-        assert bool((held[tokens:] == 7).all())
+        assert torch.equal(rows[:tokens], others[:tokens])
+        assert bool((others[tokens:] == 7).all())
         assert bool((other.view(torch.uint8)[: 8 - len(ids[1])] == 7).all())
-    for bad in (tokens + 96, 0, -1, float(tokens)):
+    for bad in (tokens + 96, 0, -1, float(tokens), True):
         with pytest.raises(CacheError, match=r"to be written: .* num_tokens=|must be an integer"):
             convert_blocks(source, target, *ids, num_tokens=bad)  # type: ignore[arg-type]
 
@@ -206,6 +214,8 @@ def test_a_head_s_scale_is_its_own() -> None:
         ([0, 1], [1], "target_blocks hold 16 tokens, .* 32 are to be written"),
         ([[0]], [1], "must be ids of blocks"),
         ([0.5], [1], "must be ids of blocks"),
+        (None, [1], "source_blocks=None must be ids of blocks"),
+        ([0], ["1"], r"target_blocks=\['1'\] must be ids of blocks"),
     ],
 )
 def test_what_is_refused_writes_nothing(
@@ -234,9 +244,21 @@ def test_scales_are_as_layers_take_them(back: bool) -> None:
         written.append((target.key.clone(), target.value.clone()))
     for key, value in written[1:]:
         assert torch.equal(key, written[0][0]) and torch.equal(value, written[0][1])
-    for wrong in (0.5, (0.5,), (0.5, torch.ones(2))):
+    number = (0.5, math.nan), (0.0, 0.5), (0.5, -1.0), ("0.5", 0.5), (None, 0.5), (True, 0.5)
+    for wrong in (0.5, (0.5,), (0.5, torch.ones(2)), (0.5, torch.tensor(1)), *number):
         with pytest.raises(CacheError, match=name):
             convert_blocks(source, target, [0], [0], **{name: wrong})
+    other = "source_scales" if back else "target_scales"
+    for scale in (0.5, torch.tensor(0.5)):
+        with pytest.raises(CacheError, match=rf"{other}\[1\].* scales a quantised cache"):
+            convert_blocks(source, target, [0], [0], **{other: (1.0, scale)})
+
+
+def test_no_blocks_are_nothing_to_convert() -> None:
+    one = cache("float32", ("NHD", False, 16), 6)
+    convert_blocks(one, one, [], [])
+    convert_blocks(one, one, [], [], num_tokens=0)
+    assert bool((one.key.view(torch.uint8) == 7).all())
 
 
 def test_caches_of_other_layers_are_refused() -> None:

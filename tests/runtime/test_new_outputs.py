@@ -14,7 +14,7 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec, attention, select
 from polyattn.kernel import Frame, LayerParams, RecurrentFrame
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operators import Operators
 
 SIZE = (3, 2, 64)
 """Tokens, heads and size of a frame's output."""
@@ -25,15 +25,11 @@ def copies() -> Iterator[Counter[tuple[int, ...]]]:
     """Count the copies into tensors, by their shapes."""
     counts: Counter[tuple[int, ...]] = Counter()
 
-    class Spy(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten.copy_.default:
-                counts[tuple(args[0].shape)] += 1
-            return func(*args, **(kwargs or {}))
+    def note(name: str, args: Any, result: Any) -> None:
+        if name == "aten.copy_.default":
+            counts[tuple(args[0].shape)] += 1
 
-    with Spy():
+    with Operators(note):
         yield counts
 
 

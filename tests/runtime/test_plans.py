@@ -227,10 +227,10 @@ def test_lengths_go_to_an_accelerator_in_one_copy(
     """Both start at addresses of 16 bytes, for which kernels are compiled."""
     copies = []
 
-    def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
         assert device.type == "meta"  # which stands for an accelerator
         copies.append(values)
-        return torch.from_numpy(values)
+        return torch.as_tensor(values)
 
     monkeypatch.setattr(batches, "upload", upload)
     lens = list(range(9, 9 + rows))

@@ -471,6 +471,41 @@ def test_the_numbers_of_all_captured_plans_go_up_in_one_copy() -> None:
         assert check_plan(backend, captured, padded)
 
 
+@pytest.mark.parametrize("between", ["nothing", "a refused step", "a step beside the staging"])
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_captured_plan_is_sent_unless_the_device_has_it(between: str, window: int | None) -> None:
+    """Its work list depends on how many tiles of keys each row has, and on nothing else."""
+    spec = BASE.replace(graph_capture="single_token_decode", sliding_window=window)
+    backend = triton(spec)
+    buffers = StepBuffers(4, 1, 3008, 16, "cpu")
+    captured: Any = backend.plan(buffers.longest())
+    buffers.staging.send()
+
+    def staged(lens: list[int]) -> tuple[Batch, list[tuple[int, int]]]:
+        step = step_of([1] * 4, lens)
+        backend.plan(buffers.stage(step), captured)
+        return step, buffers.staging._runs
+
+    other = step_of([1] * 4, [3000, 1, 1, 30])
+    for lens in ([40, 1990, 35, 50], [41, 1991, 36, 51]):
+        staged(lens)
+        buffers.staging.send()
+    lens = [42, 1992, 37, 52]
+    if between == "a refused step":  # which then comes again
+        staged(other.lens)
+        lens = other.lens
+    if between == "a step beside the staging":
+        backend.plan(buffers.fill(other), captured)
+        assert check_plan(backend, captured, other)
+    step, runs = staged(lens)
+    assert (runs == [(0, 4)]) == (between == "nothing")  # of the lengths alone
+    buffers.staging.send()
+    assert check_plan(backend, captured, step)
+    step, _ = staged([42, 1992, 37, 2000])
+    buffers.staging.send()
+    assert check_plan(backend, captured, step)
+
+
 def test_a_captured_step_s_buffer_has_room_for_any_step_s_tiles() -> None:
     """Four sequences' tiles are more than one sequence's of as many tokens."""
     backend = triton(BASE.replace(graph_capture="any"))

@@ -259,7 +259,7 @@ def test_a_users_format_serves_beside_another_of_values(sign: RowFormat) -> None
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "VANILLA", "NATIVE_ATTN"])
 def test_a_format_that_no_backend_knows_serves_chunks_and_a_shared_prefix(backend: str) -> None:
-    """As Triton's `edges.py` has TRITON_ATTN do it, interpreted, or in a captured graph on a GPU."""
+    """As Triton's `test_edges.py` has TRITON_ATTN do it, interpreted, or in a captured graph on a GPU."""
     with registered():
         spec = SPEC.replace(v_head_size=80, kv_cache_dtype="logs6/int8_rows")
         group = LayerGroup(select(spec, "cpu", backend=backend))
@@ -293,7 +293,7 @@ def test_lines_are_counted_without_what_is_no_code() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_table_of_the_documents_holds_what_is_measured(name: str) -> None:
     """Beside gguf's, torchao's and published formulas; `python tests/format_accuracy.py` prints it."""
-    text = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text()
+    text = (Path(__file__).parents[2] / "benchmarks/results/formats.md").read_text()
     assert f"\n{row_of(row_format(name))}\n" in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
+from polyattn.families.attention.sharing import Sharing
 from polyattn.runtime.graphs import cuda_graph
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.runtime.step.staging import Staging
+from polyattn.runtime.step.staging import SHEETS, Staging
 
 CPU = torch.device("cpu")
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -24,16 +26,13 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.queue: list[Callable[[], Any]] = []
         self.ended = self.given = 0
-        copy_, device = torch.Tensor.copy_, self
+        together, device = torch._foreach_copy_, self
 
-        def late(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-            if not non_blocking:
-                return copy_(into, source)
-            device.do(lambda: copy_(into, source))
-            return into
+        def late(goals: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+            device.do(lambda: together(goals, sources))
 
-        monkeypatch.setattr(torch.Tensor, "copy_", late)
-        monkeypatch.setattr(Staging, "_stream", lambda staging: None)
+        monkeypatch.setattr(torch, "_foreach_copy_", late)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda of: None)
 
     def do(self, action: Callable[[], Any]) -> None:
         self.queue.append(action)
@@ -69,15 +68,15 @@ def test_numbers_on_their_way_are_not_overwritten(monkeypatch: pytest.MonkeyPatc
     device = Device(monkeypatch)
     staging, seen = device.staging(16), []
     room = staging.room(3)
-    for step in range(6):
+    for step in range(6 * SHEETS):
         staging.put(room, np.array([step, step + 10, step + 20]))
         staging.send()
         device.do(lambda: seen.append(room.tolist()))
-        if step == 3:
-            device.run(3)  # two copies and what reads the first
+        if step == 2 * SHEETS:
+            device.run(2 * SHEETS + 1)  # the first book's copies, some of the second's
     device.run()
-    assert seen == [[step, step + 10, step + 20] for step in range(6)]
-    assert len(staging._sheets) == 4  # the first two served again
+    assert seen == [[step, step + 10, step + 20] for step in range(6 * SHEETS)]
+    assert len(staging._books) == 4  # and the one in use: the first served again
 
 
 def test_what_lies_side_by_side_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +92,7 @@ def test_what_lies_side_by_side_goes_in_one_copy(monkeypatch: pytest.MonkeyPatch
     staging.put(first, np.array([7]))
     staging.put(third, np.array([8, 9]))
     staging.send()
-    assert len(device.queue) == 2  # the second room stays as it is
+    assert len(device.queue) == 1  # the second room stays as it is
     device.run()
     assert first[:1].tolist() == [7] and second.tolist() == [1] and third[:2].tolist() == [8, 9]
 
@@ -141,8 +140,7 @@ def test_replays_in_a_row_each_read_their_own_lengths(monkeypatch: pytest.Monkey
     graph = graph_of(monkeypatch, 4, groups=2)
     device = Device(monkeypatch)
     buffers, seen = graph.buffers, []
-    buffers.staging._event = device.event
-    buffers.staging._sheets.clear()
+    buffers.staging._event, buffers.staging._book = device.event, None
     monkeypatch.setattr(
         graph.graph, "replay", lambda: device.do(lambda: seen.append(buffers.seq_lens.tolist()))
     )
@@ -194,3 +192,50 @@ def test_a_refused_step_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPa
     on_device = torch.tensor([5, 7], dtype=torch.int32)
     graph.replay(Batch([0, 1, 2], on_device, table), {})
     assert graph.buffers.seq_lens.tolist() == [5, 7]
+
+
+def test_short_tensors_are_copied_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are and however they lie, goals hold what sources hold."""
+    launches: list[int] = []
+    together = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda a, b: (launches.append(len(a)), together(a, b))
+    )
+    buffers = StepBuffers(4, 1, 8 * 16, 16, CPU, axes=1)
+    graph_reads = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.bfloat16)
+    for rows, width, apart, expected in (
+        (4, 8, False, [4, 1]),
+        (1, 5, False, [4, 1]),  # one row lies as if it were whole
+        (3, 5, False, [3, 1]),
+        (2, 8, True, [3]),
+    ):
+        numbers = torch.arange(rows * 2 if apart else rows) + rows
+        ids = numbers[::2] if apart else numbers
+        hidden = torch.randn(3, rows).bfloat16().T if apart else torch.randn(rows, 3).bfloat16()
+        table = torch.arange(rows * width, dtype=torch.int32).reshape(rows, width) + 1
+        step = Batch(list(range(rows + 1)), [60] * rows, table, ids.clone(), positions=ids + 7)
+        launches.clear()
+        pairs = [
+            (buffers.first(goal, rows), source)
+            for goal, source in zip(graph_reads, (ids, hidden), strict=True)
+        ]
+        buffers.copy(step, pairs)
+        assert launches == expected
+        assert graph_reads[0][:rows].equal(ids) and graph_reads[1][:rows].equal(hidden)
+        assert buffers.block_table[:rows, :width].equal(table)
+        assert buffers.slot_mapping[:rows].equal(ids) and (buffers.slot_mapping[rows:] == -1).all()
+        assert buffers.positions[:rows].equal(ids + 7)
+
+
+def test_a_staged_step_s_prefixes_are_planned_before_its_table_is_there() -> None:
+    """The buffers' table is the step's before: nothing is shared there."""
+    buffers = StepBuffers(2, 1, 64, 16, CPU, sharing=True)
+    buffers.fill(Batch([0, 1, 2], [40, 40], torch.tensor([[1, 2, 3], [4, 5, 6]]).int()))
+    table = torch.tensor([[7, 8, 9], [7, 8, 10]], dtype=torch.int32)
+    filled, planned = buffers.stage(Batch([0, 1, 2], [40, 44], table)), []
+    backend = SimpleNamespace(plan=lambda batch, reuse: planned.append(batch.shared_prefix))
+    Sharing.refill(
+        SimpleNamespace(block_size=16), SimpleNamespace(backend=backend, plan=None), filled
+    )
+    ((level,),) = planned
+    assert [(run.first, run.count, list(run.rows)) for run in level] == [(0, 2, [0, 1])]

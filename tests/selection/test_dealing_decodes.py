@@ -47,7 +47,8 @@ def test_stretches_are_triton_attns(spec: LayerSpec) -> None:
     rates, listed, cut = schedule.Rates(item=1, least=2, merge=4), 0, 0
     for lens in steps(1):
         longest = int(lens.max())
-        line = schedule.Line.of_decodes(spec, lens, longest, block, 1)
+        units = schedule.units_of_decodes(spec, lens, block, 1)
+        line = schedule.Line.of_units(units, int(units.max()))
         made = counts(spec, lens, "whole")
         programs = len(lens) * heads
         if line.longest - 1 <= 1.1 * (line.total / len(lens) - 1) + 1:

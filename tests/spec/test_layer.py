@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polyattn
 import pytest
 import torch
@@ -182,6 +183,10 @@ def test_config_object_and_nested_text_config() -> None:
         ),
         ({"graph_capture": "always"}, "graph_capture='always'"),
         ({"scale": float("nan")}, "scale=nan"),
+        ({"scale": 10**400}, "scale=1000"),
+        ({"logit_soft_cap": 10**400}, "logit_soft_cap=1000"),
+        ({"graph_capture": 1.0}, "graph_capture=1.0"),
+        ({"batch_invariant": np.True_}, "batch_invariant=np.True_"),
     ],
 )
 def test_impossible_layers(changes: dict[str, object], names: str) -> None:

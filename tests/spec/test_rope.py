@@ -169,6 +169,8 @@ def test_rope_is_asked_of_no_attention_kernel() -> None:
         ({"pairing": "neo"}, "did you mean 'neox'"),
         ({"base": 0.0}, "rope.base=0.0"),
         ({"base": float("nan")}, "rope.base=nan"),
+        ({"base": 10**400}, "rope.base=1000"),
+        ({"temperature_offset": 10**400}, "rope.temperature_offset=1000"),
         ({"scaling": "yran"}, "did you mean 'yarn'"),
         ({"scaling": "yarn"}, "needs rope.original_length"),
         ({"scaling": "longrope", "original_length": 8, "short_factors": [1.0]}, "1 entries"),

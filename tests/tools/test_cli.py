@@ -240,13 +240,25 @@ def test_doctor_names_a_plugin_of_another_release(
         "polyattn>=96; extra == 'x'",
     ]
     lines = "".join(f"Requires-Dist: {text}\n" for text in requires)
-    install(tmp_path, "newer", "0.2", lines, "[polyattn.integrations]\nnewer = newer:register\n")
+    points = (
+        "[polyattn.integrations]\nnewer = newer:register\n[polyattn.plugins]\nnewer = newer_hooks\n"
+    )
+    install(tmp_path, "newer", "0.2", lines, points)
+    (tmp_path / "newer_hooks.py").write_text(
+        "from polyattn.plugin import Capabilities\nCapabilities(of_tomorrow=1)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     problems = [p for p in doctoring.examine()["problems"] if p.startswith("newer 0.2")]
-    assert problems == [
-        f"newer 0.2: polyattn {doctoring.__version__} is installed, but polyattn>=99,<100 is needed; "
+    told = (
+        f"polyattn {doctoring.__version__} is installed, but polyattn>=99,<100 is needed; "
         "pip install --upgrade polyattn newer"
-    ]
+    )
+    assert problems == [f"newer 0.2: {told}"]
+    (broken,) = (plugin for plugin in discover().plugins if plugin.name == "newer")
+    assert (
+        broken.problem.startswith(f"{told} (its import or a hook failed: Typ")
+        and "of_tomorrow" in broken.problem
+    )
 
 
 @pytest.mark.parametrize(

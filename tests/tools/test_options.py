@@ -275,7 +275,7 @@ def test_claim_computes_by_one_thread_and_leaves_the_process_as_it_was(
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        claim.find_at("textwrap:dedent", "cpu", 0, 0.0)
+        claim.find_at("textwrap:dedent", "cpu", 0, 0.0, print)
         assert seen == [1] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

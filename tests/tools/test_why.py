@@ -41,6 +41,26 @@ def test_why_prints_the_decisions_of_the_groups_that_were_loaded(record: Path) -
     assert record.stat().st_mode & 0o077 == 0 == record.parent.stat().st_mode & 0o077
 
 
+def test_why_reads_what_was_saved(record: Path, tmp_path: Path) -> None:
+    """A process of yesterday is answered for by its own `--json`; a file of anything else is refused."""
+    LayerGroup(select(SPEC, "cpu"))
+    saved, pid = tmp_path / "why.json", str(os.getpid())
+    saved.write_text(here("why", "--json")[1])
+    today = here("why", pid)
+    record.unlink()
+    assert here("why", "--saved", str(saved)) == here("why", pid, "--saved", str(saved)) == today
+    code, _, said = here("why", "1", "--saved", str(saved))
+    assert code == 2 and f"has no process 1; its processes: {pid}" in said
+    for text in ("{}", "[]"):
+        saved.write_text(text)
+        assert here("why", "--saved", str(saved))[:2] == (1, f"--saved={saved} has no process\n")
+    for text in ('{"groups": []}', "[", '[{"began": "1"}]'):
+        saved.write_text(text)
+        code, _, said = here("why", "--saved", str(saved))
+        assert code == 2 and "isn't what `polyattn why --json` prints" in said
+    assert here("why", "--saved", str(tmp_path / "none"))[0] == 2
+
+
 def test_why_tells_what_a_host_served_itself() -> None:
     with pytest.warns(UserWarning, match="falls back"):
         Ledger("somebody", "somebody's own attention").count_fallback("Layer", "no kernel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -172,9 +173,14 @@ def number(
     name: str, value: Any, hint: str, low: float = -math.inf, high: float = math.inf
 ) -> None:
     """Refuse anything but a finite real number from `low` to `high`."""
+    if not finite(value) or not low <= value <= high:
+        raise SpecError(f"{name}={shown(value)} must be {hint}")
+
+
+def finite(value: object) -> bool:
+    """Whether a value is a finite number that a float holds: 10^400 is none, nor is True."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not low <= value <= high:
-        raise SpecError(f"{name}={value!r} must be {hint}")
+    return real and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def flag(name: str, value: Any, error: type[PolyattnError] = SpecError) -> None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, describe, flag, nearest, shown
+from polyattn.errors import SettingsError, describe, finite, flag, integer, nearest, shown
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -53,6 +53,7 @@ FILE_KEYS = (
     "plugin_timeout", "timings", "multi_block", "why",
 )  # fmt: skip
 LONGEST_WAIT = 3600
+MOST_KEYS = 10**9 - 1
 NO_TIMINGS = "0"
 PHASE_SCOPES = ("prefill", "decode", "store", "merge", "index")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
@@ -132,9 +133,29 @@ class Settings:
             if getattr(self, name) is not None:
                 flag(f"Settings.{name}", getattr(self, name), SettingsError)
         for name in ("plugins", "disabled_plugins"):
-            if not isinstance(getattr(self, name), tuple | None):
+            names = getattr(self, name)
+            if names is not None and not (
+                isinstance(names, tuple) and set(map(type, names)) <= {str}
+            ):
                 raise SettingsError(
-                    f"Settings.{name}={shown(getattr(self, name))} must be a tuple of plugins' names"
+                    f"Settings.{name}={shown(names)} must be a tuple of plugins' names"
+                )
+        for name in ("probe_timeout", "plugin_timeout"):
+            seconds = getattr(self, name)
+            if not finite(seconds) or not 0 < seconds <= LONGEST_WAIT:
+                raise SettingsError(_not_seconds(f"Settings.{name}", seconds))
+        if self.multi_block is not None:
+            hint = "; None: the kernel decides"
+            integer("Settings.multi_block", self.multi_block, 0, MOST_KEYS, hint, SettingsError)
+        if not isinstance(self.timings, str | None):
+            raise SettingsError(
+                f"Settings.timings={shown(self.timings)} must be a timing table's file, '0' or None"
+            )
+        for source in self.sources if isinstance(self.sources, tuple) else ("",):
+            if not isinstance(source, tuple) or not all(isinstance(o, Override) for o in source):
+                raise SettingsError(
+                    f"Settings.sources={shown(self.sources)} must be tuples of Override; use "
+                    'Settings().with_backend("NAME", "where it was set")'
                 )
         if self.layout is not None and self.layout not in LAYOUTS:
             raise SettingsError(
@@ -378,12 +399,14 @@ def _foreign_overrides(
         names.append((XQA, "TRTLLM_FORCE_XQA"))
     if "VLLM_ATTENTION_BACKEND" in environ:
         names.append((environ["VLLM_ATTENTION_BACKEND"], "VLLM_ATTENTION_BACKEND"))
-    elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
+    if _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
         names.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
+    vllm = "VLLM_ATTENTION_BACKEND"
     for name, source in names:
-        if "POLYATTN_BACKEND" in environ:
-            notes.append(f"{source} gives way to POLYATTN_BACKEND where both apply to a layer")
+        stronger = ["POLYATTN_BACKEND", *[vllm] * (source == "VLLM_USE_FLASHINFER")]
+        if over := next((each for each in stronger if each in environ), ""):
+            notes.append(f"{source} gives way to {over} where both apply to a layer")
         else:
             notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
         optional = source == "TRTLLM_FORCE_XQA"  # TensorRT-LLM serves other layers without it, too
@@ -468,7 +491,9 @@ def _seconds(value: Any, source: str, default: float) -> float:
     except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds <= LONGEST_WAIT:
-        raise SettingsError(
-            f"{source}={value!r} must be a positive number of seconds, {LONGEST_WAIT} at most"
-        )
+        raise SettingsError(_not_seconds(source, value))
     return seconds
+
+
+def _not_seconds(source: str, value: Any) -> str:
+    return f"{source}={shown(value)} must be a positive number of seconds, {LONGEST_WAIT} at most"

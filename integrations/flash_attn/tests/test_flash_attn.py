@@ -203,12 +203,12 @@ def test_tokens_turn_by_their_places_in_the_cache(limits: dict[str, Any]) -> Non
         whole[0, row, at] = torch.view_as_real(key * turns).flatten(-2)
         whole[1, row, at] = v[row].double()
         keys, values = whole[:, row, pads[row] : lens[row] + 3]
-        own, seen = torch.arange(3)[:, None] + len(keys) - 3, torch.arange(len(keys))
+        queries_at, keys_at = torch.arange(3)[:, None] + len(keys) - 3, torch.arange(len(keys))
         mask = torch.ones(3, len(keys), dtype=torch.bool)
         if "causal" in limits:
-            mask = seen <= own
+            mask = keys_at <= queries_at
         elif limits:
-            mask = seen // 6 == own // 6
+            mask = keys_at // 6 == queries_at // 6
         close(out[row], attend(query, keys, values, mask)[0])
 
 
@@ -389,6 +389,8 @@ def test_install(installed: None) -> None:
     assert pad_input is bert_padding.pad_input
     assert flash_attn_varlen_func is flash_attn_2.flash_attn_varlen_func
     assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+    with pytest.raises(ImportError, match="polyattn_flash_attn"):  # not "unknown location"
+        from flash_attn.flash_attn_interface import _flash_attn_forward  # noqa: F401
 
 
 def test_no_backend_takes_a_stand_in_for_the_library(

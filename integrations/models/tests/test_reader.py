@@ -39,6 +39,7 @@ ODD: list[Any] = [
     1.5,
     True,
     10**30,
+    10**400,
     math.nan,
     math.inf,
     [],

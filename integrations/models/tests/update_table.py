@@ -5,7 +5,6 @@ python integrations/models/tests/update_table.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
@@ -53,6 +52,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "Mistral Small 4": ("mistral4",), "Molmo 2": ("molmo2", "molmo2_text"),
     "xLSTM": ("xlstm",),
 }  # fmt: skip
+REFUSED = "refused by name"
 HEAD = """# Which models are read
 
 `polyattn-models` (`integrations/models`) reads a `config.json`. Core finds it by an entry point in the
@@ -125,11 +125,11 @@ passed in three runs on three machines.
 
 ## All types
 
-Written by `python integrations/models/tests/update_table.py`. Where the bundled configs come from is in
-`polyattn/data/README.md`.
+Search for your `model_type`. `python integrations/models/tests/update_table.py` writes the table. Where
+the bundled configs come from is in `polyattn/data/README.md`.
 
-| model | `model_type` | layers | read | not served |
-| --- | --- | --- | --- | --- |
+| layers | read | not served | `model_type` |
+| --- | --- | --- | --- |
 """
 
 
@@ -154,27 +154,28 @@ def read(name: str) -> ModelLayers:
     return model_layers({"model_type": name} | values)
 
 
-def rows() -> Iterator[str]:
-    """Return the table's rows: those that have a name first, then all others that are read."""
-    named = {name for kinds in MODELS.values() for name in kinds}
-    others = {name: (name,) for name in sorted(set(READERS) - named)}
-    for model, kinds in (MODELS | others).items():
-        for name in kinds:
-            found = read(name)
-            served = sorted({spec.kind.value for layer in found.layers for spec in layer.specs})
-            lacks = sorted({what for layer in found.layers for what in layer.missing})
-            how = proof(name) if served else "refused by name"
-            yield (
-                f"| {model} | `{name}` | {', '.join(served) or 'none'} | {how} | "
-                f"{'; '.join(lacks)} |"
-            )
+def rows() -> dict[tuple[str, str, str], list[str]]:
+    """Return the types by what is told of them: the layers, the proof, and what isn't served."""
+    known_as = {name: model for model, kinds in MODELS.items() for name in kinds}
+    table: dict[tuple[str, str, str], list[str]] = {}
+    for name in sorted(READERS):
+        layers = read(name).layers
+        served = sorted({spec.kind.value for layer in layers for spec in layer.specs})
+        lacks = sorted({what for layer in layers for what in layer.missing})
+        told = ", ".join(served) or "none", proof(name) if served else REFUSED, "; ".join(lacks)
+        model = f" ({known_as[name]})" if name in known_as else ""
+        table.setdefault(told, []).append(f"`{name}`{model}")
+    return table
 
 
 def page() -> str:
     """Return the page."""
-    lines = list(rows())
-    refused = sum("| refused by name |" in line for line in lines)
+    table = rows()
+    refused = sum(len(names) for (_, how, _), names in table.items() if how == REFUSED)
     head = HEAD.format(count=len(READERS), refused=refused, version=transformers.__version__)
+    lines = (
+        f"| {' | '.join(told)} | {', '.join(names)} |" for told, names in sorted(table.items())
+    )
     return head + "\n".join(lines) + "\n"
 
 

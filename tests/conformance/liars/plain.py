@@ -9,6 +9,9 @@ from polyattn.families.attention import reference
 from polyattn.kernel import AttentionBackend, Batch, Frame, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of a sequence, or output and LSE."""
+
 
 class Plain(AttentionBackend):
     """Attention as it is defined, a sequence at a time, in float64.
@@ -56,9 +59,7 @@ class Plain(AttentionBackend):
         assert batch.block_table is not None
         return batch.block_table[index, :count].long()
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         length = self.length(plan.batch, index)
         blocks = self.blocks(plan.batch, index, -(-length // cache.block_size))
         quantised = cache.key.dtype.itemsize == 1
@@ -113,9 +114,7 @@ class Plain(AttentionBackend):
         scores = torch.einsum("qhd,khd->hqk", query.double(), self.grouped(keys.double()))
         return self.biased(self.capped(scores * self.scale()), params)
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Pair:
         """Return (queries, heads, size) and the LSE (queries, heads)."""
         scores = self.logits(query, keys, params)
         mask = self.visible(scores.shape[1], scores.shape[2])

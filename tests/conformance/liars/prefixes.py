@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from liars.plain import GraphPlan, HonestGraph
+from liars.plain import GraphPlan, HonestGraph, Pair
 from polyattn.kernel import Batch, KVCache, LayerParams, Plan, SharedRun
 from torch import Tensor
 
@@ -56,9 +56,7 @@ class Twice(Forest):
 
     by = ("forest",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         keys, values = super().read(plan, cache, index, params)
         ends = [run.first + run.count for run in self.runs(plan.batch, index)]
         again = max(ends, default=0) * cache.block_size
@@ -70,9 +68,7 @@ class OutermostAlone(Forest):
 
     by = ("forest",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         keys, values = super().read(plan, cache, index, params)
         kept = torch.ones(len(keys), dtype=torch.bool)
         for run in self.runs(plan.batch, index)[1:]:
@@ -85,17 +81,13 @@ class SinksInEachPart(Forest):
 
     by = ("forest",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         self.parts = 1 + len(self.runs(plan.batch, index))
         return super().read(plan, cache, index, params)
 
     parts: ClassVar[int] = 1
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Pair:
         if params.sinks is not None:
             params = LayerParams(sinks=params.sinks + torch.log(torch.tensor(float(self.parts))))
         return super().attend(query, keys, values, params)
@@ -106,9 +98,7 @@ class SixteenRows(Forest):
 
     by = ("forest",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         runs = self.runs(plan.batch, index)
         keys, values = super().read(plan, cache, index, params)
         if runs and runs[0].rows.index(index) >= 16:

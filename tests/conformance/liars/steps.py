@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from liars.plain import GraphPlan, HonestBounds, HonestGraph, Plain
+from liars.plain import GraphPlan, HonestBounds, HonestGraph, Pair, Plain
 from liars.told import Reading, Told, lies
 from polyattn.kernel import Batch, Frame, KVCache, LayerParams, Plan
 from torch import Tensor
@@ -194,9 +194,7 @@ class ReadsHeadsFirst(Plain):
 
     by = ("layout",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         if cache.layout == "HND":
             shape = cache.key.shape
             cache = KVCache(*(t.transpose(1, 2).reshape(shape) for t in (cache.key, cache.value)))
@@ -208,9 +206,7 @@ class ContiguousCache(Plain):
 
     by = ("packed",)
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         if cache.key.stride(0) > cache.key[0].numel():
             flat = torch.empty_like(cache.key[0]).expand_as(cache.key).contiguous()
             cache = KVCache(cache.key.as_strided(flat.shape, flat.stride()), cache.value)

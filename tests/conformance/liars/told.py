@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from liars.plain import Plain
+from liars.plain import Pair, Plain
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
@@ -61,9 +61,7 @@ class Reading(Told):
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def read(
-        self, plan: Plan, cache: KVCache, index: int, params: LayerParams
-    ) -> tuple[Tensor, Tensor]:
+    def read(self, plan: Plan, cache: KVCache, index: int, params: LayerParams) -> Pair:
         return self.spoilt(*super().read(plan, cache, index, params), cache, plan.batch, index)
 
 

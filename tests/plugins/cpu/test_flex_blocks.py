@@ -11,7 +11,7 @@ from polyattn_cpu import flex_pointwise
 from polyattn_cpu.flex import FlexPlan
 from polyattn_cpu.flex_pointwise import blocks_of
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operators import Operators
 
 BASE = LayerSpec(num_heads=2, head_size=16, dtype="float32", cached=False)
 SPECS = [
@@ -52,29 +52,21 @@ def test_blocks_are_those_of_the_whole_mask(spec: LayerSpec, name: str) -> None:
     assert torch.equal(mask.mask_mod(zero, zero, rows[:, None], keys[None]), dense)
 
 
-class Largest(TorchDispatchMode):
-    """The most bytes that a tensor of an operator's results has."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(tensor, torch.Tensor):
-                self.bytes = max(self.bytes, tensor.numel() * tensor.itemsize)
-        return found
-
-
 def test_a_plan_of_128k_queries_and_keys_is_small() -> None:
     """A boolean of every pair would take 16 GiB; 1,024 x 1,024 blocks in int64 take 8 MiB."""
-    largest = Largest()  # type: ignore[no-untyped-call]
-    with largest:
+    sizes: list[int] = []
+
+    def note(name: str, args: object, result: object) -> None:
+        results = result if isinstance(result, tuple | list) else [result]
+        sizes.extend(t.numel() * t.itemsize for t in results if isinstance(t, torch.Tensor))
+
+    with Operators(note):
         batch = Batch.from_lens([131_072], [131_072])
         plan = FlexPlan(BASE.replace(logit_soft_cap=50.0), batch, None)
     partial, full = plan.block_mask.kv_num_blocks, plan.block_mask.full_kv_num_blocks
     assert full is not None
     assert (int(partial.sum()), int(full.sum())) == (1024, 1024 * 1023 // 2)
-    assert 2**20 < largest.bytes <= 2**24, largest.bytes
+    assert 2**20 < max(sizes) <= 2**24
 
 
 def test_a_mask_s_blocks_are_found_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

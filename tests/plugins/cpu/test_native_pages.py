@@ -12,7 +12,7 @@ from polyattn.families.sparse.planning import Piece
 from polyattn.workload.base import workload
 from polyattn_cpu.native import library
 from polyattn_cpu.native.attention import NativeAttention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_operators import Operators
 
 pytestmark = pytest.mark.skipif(
     library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
@@ -63,18 +63,6 @@ def test_a_choice_s_pages_are_torch_s(sparse: SparseSpec, monkeypatch: pytest.Mo
     assert tables >= 5
 
 
-class Seen(TorchDispatchMode):
-    """Which of torch's operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def chosen_pages(scope: str, lengths: list[tuple[int, int]]) -> Any:
     """Return a step of a layer that reads three pages of 16 tokens."""
     spec = LayerSpec(
@@ -93,10 +81,10 @@ def test_a_call_asks_torch_for_its_output_alone(scope: str) -> None:
     def call() -> Any:
         return layer(step.query, None, None, step.held, plan, choice=step.choice)
 
-    once = call()
-    with Seen() as seen:
+    once, names = call(), list[str]()
+    with Operators(lambda name, *_: names.append(name)):
         twice = call()
-    assert seen.names == ["aten.empty_like.default"]
+    assert names == ["aten.empty_like.default"]
     assert twice.equal(once)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_libraries.polyattn_fakes import bind
 from polyattn import Batch, Device, LayerGroup, LayerSpec, select
+from polyattn.errors import SelectionError
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import AttentionKind, RecurrentBackend, RecurrentFrame
 from polyattn.spec.recurrence import form_of
@@ -144,7 +145,10 @@ def fake_conv(spec: LayerSpec) -> ModuleType:
 
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a = bind("causal_conv1d", "causal_conv1d_fn", args, kwargs)
-        assert a["x"].stride(1) == 1 and a["initial_states"].stride(1) == 1
+        batch, channels, tokens = a["x"].stride()  # csrc/causal_conv1d.cpp has these checks
+        assert channels == 1 and a["initial_states"].stride(1) == 1
+        assert not (a["x"].shape[1] % 8 or batch % 8 or tokens % 8)
+        assert 2 <= a["weight"].shape[1] <= 4
         return run(a["x"], a, a["initial_states"])
 
     def causal_conv1d_update(*args: Any, **kwargs: Any) -> Tensor:
@@ -172,14 +176,18 @@ CASES = [
     ("FlashLinearChannels", recurrent("rwkv7", 4, 8, state_size=8)),
     ("MambaSSM", recurrent("mamba2", 4, 8, 2, state_size=16)),
     ("MambaSSM", recurrent("mamba2", 4, 8, 2, state_size=16, dt_softplus=False)),
-    ("CausalConv1d", recurrent("short_conv", 12, conv_width=4, activation="silu")),
+    ("CausalConv1d", recurrent("short_conv", 16, conv_width=4, activation="silu")),
 ]
 
 
 @pytest.mark.parametrize(("backend", "spec"), CASES)
 @pytest.mark.parametrize(
     "lengths",
-    [[(1, 5), (1, 1), (1, 0), (1, 9)], [(6, 6), (6, 9), (1, 0), (0, 4), (3, 20)]],
+    [
+        [(1, 5), (1, 1), (1, 0), (1, 9)],
+        [(6, 6), (6, 9), (1, 0), (0, 4), (3, 20)],
+        [(6, 9), (3, 20)],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("numbers", ["usual", "growing", "resets"])
@@ -203,7 +211,19 @@ def test_recurrent(
     plan = made.plan(work.batch)
     fresh = [query for query, _ in lengths]
     made.plan(Batch.from_lens(fresh, fresh, state_slots=work.batch.state_slots))  # another step's
-    frame = RecurrentFrame(work.tensors(), work.layer.params, work.states.data, work.out)
+    strided = {
+        name: torch.nn.functional.pad(tensor, (0, 3))[..., : tensor.shape[-1]]
+        for name, tensor in work.tensors().items()
+    }
+    frame = RecurrentFrame(strided, work.layer.params, work.states.data, work.out)
     made.run(plan, frame)
     work.compare(work.out, None)
     work.check_memory()
+
+
+@pytest.mark.parametrize(("channels", "width", "why"), [(16, 8, "conv_width"), (12, 4, "channels")])
+def test_causal_conv1d_refuses_what_its_kernels_lack(channels: int, width: int, why: str) -> None:
+    spec = recurrent("short_conv", channels, conv_width=width)
+    select(recurrent("short_conv", 16, conv_width=4), "h200", backend="CAUSAL_CONV1D")
+    with pytest.raises(SelectionError, match=f"{why}: wanted {width if width > 4 else channels}"):
+        select(spec, "h200", backend="CAUSAL_CONV1D")

@@ -17,7 +17,7 @@ from polyattn.workload.compare import lse_error, output_error
 from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import alike
 from polyattn_triton.attention import TritonAttention
-from ragged import BASE, DEVICE
+from test_ragged import BASE, DEVICE
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 REQUESTS = [(1, 70), (20, 60), (1, 31), (5, 103), (24, 24)]

@@ -1,4 +1,4 @@
-"""Does TRITON_ATTN turn cached keys by exact frequencies, in few registers? `ragged.py` runs it."""
+"""Does TRITON_ATTN turn cached keys by exact frequencies, in few registers? `test_ragged.py` runs it."""
 
 from __future__ import annotations
 

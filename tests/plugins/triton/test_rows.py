@@ -1,4 +1,4 @@
-"""Do Triton's kernels for any format's rows compile to machine code? `edges.py` interprets them."""
+"""Do Triton's kernels for any format's rows compile to machine code? `test_edges.py` interprets them."""
 
 from __future__ import annotations
 

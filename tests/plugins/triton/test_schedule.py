@@ -30,6 +30,7 @@ from polyattn_triton.schedule import (
     key_tiles,
     stretched,
     stretches,
+    units_of_decodes,
     whole,
 )
 
@@ -287,6 +288,6 @@ def test_decodes_are_counted_like_any_rows(name: str) -> None:
     """Padding rows, without keys, too."""
     lens = np.arange(200)
     keys = key_tiles(SPECS[name], lens - 1, lens - 1, lens, 16)
-    found, wanted = Line.of_decodes(SPECS[name], lens, 199, 16, 2), Line.of(keys, 2)
-    assert found.ends.tolist() == wanted.ends.tolist() and found[1:] == wanted[1:]
-    assert wanted.total == wanted.ends[-1] == sum(keys) + 400 and wanted.longest == max(keys) + 2
+    assert units_of_decodes(SPECS[name], lens, 16, 2).tolist() == (keys + 2).tolist()
+    line = Line.of(keys, 2)
+    assert line.total == line.ends[-1] == sum(keys) + 400 and line.longest == max(keys) + 2

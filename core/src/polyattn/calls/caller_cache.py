@@ -308,7 +308,7 @@ def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]
             )
     starts = [0] * len(lens) if cache.starts is None else values_of(cache.starts)
     if table is not None and any(starts):
-        raise CacheError("starts go with dense rows; sequences in pages start at 0")
+        raise CacheError("starts (left padding) go with dense rows; leave them out with pages")
     ends = [length + count for length, count in zip(lens, more, strict=True)]
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if not 0 <= start <= end:

@@ -92,7 +92,7 @@ def _bind(
     """Check a way of calling and plan it. `order`: heads first, heads out; `params`: sinks, ALiBi."""
     heads_first, heads_out = order
     seqlen, heads = (2, 1) if heads_first else (1, 2)
-    _check(query, key, value, seqlen, heads)
+    _check(query, key, value)
     rows, count, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
     of_query, of_key, of_value = (_view(t, heads_first) for t in (query, key, value))
     if of_query is not None and of_query[2] != count:
@@ -117,7 +117,7 @@ def _bind(
 
 
 def _by_heads(sizes: tuple[int, ...], heads_second: bool) -> tuple[int, ...]:
-    """Return sizes or strides by rows, tokens and heads; `heads_first` puts the heads second."""
+    """Return sizes or strides by rows, tokens and heads; `heads_second` puts the heads second."""
     return (sizes[0], sizes[2], sizes[1], *sizes[3:]) if heads_second else sizes
 
 
@@ -125,7 +125,7 @@ def _view(tensor: Tensor, heads_first: bool) -> View | None:
     return token_view(tensor.shape, tensor.stride(), heads_first)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, seqlen: int, heads: int) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise BatchError(

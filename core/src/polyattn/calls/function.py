@@ -252,6 +252,7 @@ def _refuse(
     for name, tensor in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
         if tensor is not None:
             check_is_tensor(name, tensor)
+            check_is_real(name, tensor)
     for name, values in lists.items():
         if values is not None:
             integers(name, values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from polyattn.api import select
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, finite
 from polyattn.registry.discovery import generation
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.workspaces import Workspaces
@@ -143,8 +143,8 @@ def _for_layer(
                 f"key or value has {name}=0; a key needs a head, and a value an element"
             )
     dtype, scale = str(fields.pop("dtype")).removeprefix("torch."), fields.pop("scale", None)
-    if scale == 0:  # a spec's 0 is the default, which a call's None is
+    if finite(scale) and scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
-    spec = LayerSpec(dtype=dtype, scale=scale or 0.0, **fields)
+    spec = LayerSpec(dtype=dtype, scale=0.0 if scale is None else scale, **fields)
     selection = select(spec, device, backend=backend, settings=settings)
     return LayerGroup(selection, workspaces=_workspaces.setdefault(place, Workspaces()))

@@ -69,6 +69,7 @@ class StandIns:
             module.__path__ = []
             module.__version__ = self.versions[name.partition(".")[0]]  # type: ignore[attr-defined]
             if source is not None:
+                module.__file__ = source.__file__  # `from name import …` names it where that fails
                 module.__dict__.update({n: getattr(source, n) for n in source.__all__})
             parent, _, last = name.rpartition(".")
             if parent:

@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -87,7 +88,7 @@ class Trials:
     def __init__(self, function: Callable[..., Any], name: str, device: Device, seed: int):
         self.function, self.name, self.device, self.seed = function, name, device, seed
         self.begin: Callable[[Case], object] = lambda case: None
-        self._passed: set[Case] = set()
+        self.passed: set[Case] = set()
 
     def problems(
         self, claims: Claims, budget: float | None = None
@@ -100,7 +101,7 @@ class Trials:
         register(trial, "claim-trial")
         try:
             for case in derive(trial.info, self.device, budget is not None):
-                if case in self._passed:
+                if case in self.passed:
                     continue
                 self.begin(case)
                 try:
@@ -110,7 +111,7 @@ class Trials:
                     if budget is None:
                         return
                 else:
-                    self._passed.add(case)
+                    self.passed.add(case)
                     yield case, None
         finally:
             unregister("claim-trial")
@@ -153,9 +154,10 @@ class ForkedTrials(Trials):
                     raise said
                 if isinstance(said, Case):
                     case = said
+                    self.begin(case)
                     continue
                 if said[0] is None:
-                    self._passed.add(case)
+                    self.passed.add(case)
                 results.append((case, said[0]))
         except (EOFError, ConnectionError):
             self._process.join()
@@ -200,13 +202,15 @@ def find(
     """
     trials, findings = trials or Trials(function, name, device, seed), Findings(name)
     names = parameters_of(function)
-    problem = ""
+    problem, farthest = "", -1
     for claims in _bases(names, device):
+        before = len(trials.passed)
         case, reason = trials.proof(claims)
         if reason is None:
             findings.claims = claims
             break
-        problem = problem or f"{case}: {reason}"
+        if len(trials.passed) - before > farthest:  # what works but for that case
+            problem, farthest = f"{case}: {reason}", len(trials.passed) - before
     else:
         findings.refusals["claim", "any"] = problem
         return findings
@@ -276,8 +280,12 @@ def _additions(names: tuple[str, ...], claims: Claims) -> Iterator[tuple[str, An
     yield from (("roles", role.value) for role in Role)
 
 
-def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings:
+def find_at(
+    path: str, device: str | None, seed: int, budget: float, begin: Callable[[Case], object]
+) -> Findings:
     """Return the kit's verdict on `"module:function"`, a plain function or a backend made of one.
+
+    `begin` hears of each case before it runs.
 
     Raises `SettingsError` where there is none, and what `find` raises.
     """
@@ -297,8 +305,11 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     # Neither a device's context nor JAX's threads survive a fork.
     forks = resolved.platform == "cpu" and sys.platform == "linux" and "jax" not in sys.modules
     trials = (ForkedTrials if forks else Trials)(function, name.upper(), resolved, seed)
+    trials.begin = begin
     try:
-        return find(function, name.upper(), resolved, seed, budget, trials)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the NaN in poisoned caches
+            return find(function, name.upper(), resolved, seed, budget, trials)
     finally:
         trials.end()
         torch.set_num_threads(threads)

@@ -252,6 +252,8 @@ class Capabilities:
         latent_ranks: of MLA's latent.
         latent_ropes: sizes of its rope key.
         topks: of sparse MLA, the most tokens that a query attends to.
+        conv_widths: of a short convolution.
+        conv_channels: of a short convolution.
         block_sizes: tokens of a cache's block.
         preferred_block_size: the block size of a layer for which neither its spec nor another backend
             sets one.
@@ -314,6 +316,8 @@ class Capabilities:
     latent_ranks: Sizes = ANY_SIZE
     latent_ropes: Sizes = Sizes(low=0)
     topks: Sizes = ANY_SIZE
+    conv_widths: Sizes = ANY_SIZE
+    conv_channels: Sizes = ANY_SIZE
     block_sizes: Sizes = ANY_SIZE
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
@@ -581,6 +585,10 @@ def _check_computation(caps: Capabilities, spec: LayerSpec, device: Device, need
         need(rope in caps.latent_ropes, "latent_rope", rope, caps.latent_ropes)
         if spec.sparse is not None:
             need(spec.sparse.most in caps.topks, "topk", spec.sparse.most, caps.topks)
+    if spec.kind is AttentionKind.SHORT_CONV and spec.recurrent:
+        width = spec.recurrent.conv_width
+        need(width in caps.conv_widths, "conv_width", width, caps.conv_widths)
+        need(spec.num_heads in caps.conv_channels, "channels", spec.num_heads, caps.conv_channels)
     asked = spec.features
     _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:

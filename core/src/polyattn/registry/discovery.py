@@ -21,12 +21,13 @@ from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.catalogue import catalogue, our_distributions, unknown
-from polyattn.registry.distributions import distributions
+from polyattn.registry.distributions import distributions, installed
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.installed import BY_HAND, IMPORTS_TORCH, PluginRecord, Registry
 from polyattn.registry.machine import ask, forget_probes, within
 from polyattn.registry.names import without_conflicts
+from polyattn.registry.requirements import of_another_release
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,
@@ -299,7 +300,10 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         for plugin in loaded:
             if manager.is_registered(plugin):
                 manager.unregister(plugin)
-        return replace(record, status="broken", problem=describe(error))
+        dist, problem = installed(record.dist), describe(error)
+        if dist is not None and (other := of_another_release(dist)):
+            problem = f"{other} ({problem})"
+        return replace(record, status="broken", problem=problem)
 
 
 SLOW = 0.5

@@ -101,7 +101,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     said += [*registry.disabled, *registry.problems]
     asked = f"device {torch_device!r}" if torch_device else "a device"
     reasons = "".join(f"\n  {text}" for text in said)
-    none = '\n  no plugin is installed: pip install "polyattn[cpu]"'
+    none = '\n  for this machine\'s CPU: pip install "polyattn[cpu]"'
     hint = "" if registry.platforms or registry.disabled else none
     if torch_device:
         hint += "\n  without a name this machine's best device is used"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from functools import cache
+from importlib.metadata import Distribution
 
 from polyattn.errors import describe, plain, shown
 from polyattn.registry.distributions import installed
@@ -54,6 +55,19 @@ def requirement_problem(text: str) -> str | None:
         return _problem(text)
     except Exception as error:  # a damaged installation of that package
         return f"what {plain(text)} needs can't be looked up: {describe(error)}; reinstall it"
+
+
+def of_another_release(dist: Distribution) -> str | None:
+    """Say that a distribution was made for another polyattn than the installed one, or return None."""
+    try:
+        requires = dist.requires or ()
+    except ValueError:  # no text, which discovery says
+        return None
+    for text in requires:
+        ours = re.match(r"polyattn(?![\w.-])", text) and "extra ==" not in text
+        if ours and (problem := requirement_problem(text)):
+            return f"{problem}; pip install --upgrade polyattn {dist.name}"
+    return None
 
 
 def _problem(text: str) -> str | None:

@@ -59,8 +59,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 """The features that a function can claim. Each needs one of these parameters."""
 CLAIMS = frozenset(field.name for field in fields(Capabilities)) - {
-    "kinds", "cached", "latent_ranks", "latent_ropes", "topks", "fp8_compute", "shared_prefix",
-    "shared_features",
+    "kinds", "cached", "latent_ranks", "latent_ropes", "topks", "conv_widths",
+    "conv_channels", "fp8_compute", "shared_prefix", "shared_features",
     "state_targets", "padding_rows", "mixes_tails", "by_address", "rotates", "graph_capture",
 }  # fmt: skip
 """The claims that a function can make; the others speak of plans, or of other kinds of layers."""

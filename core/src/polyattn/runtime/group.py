@@ -51,6 +51,7 @@ log = logging.getLogger("polyattn")
 
 
 UNKNOWN = 1 << 32
+NOWHERE_ELSE = nullcontext()
 _numbers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
 
@@ -72,6 +73,10 @@ class StepPlanner(ABC):
 
         Its calls stay as they are. Raises `BatchError` where the step is of another kind.
         """
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Check that the kernels can name all places of a cache. Raises `CacheError`."""
+        return
 
     def reads_tensors(self, step: Any) -> bool:
         """Whether `refill` reads the batch's tensors, which must hold the step then."""
@@ -130,7 +135,7 @@ class StepPlan:
         refilled = group.spec.graph_capture or group.spec.length_bounds
         self._num_blocks = UNKNOWN if on_host and not refilled else 0
 
-    @property
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
         """The backends' parts, in the order in which they run."""
         return tuple(call for op in self.ops for call in op.calls)
@@ -339,7 +344,7 @@ class LayerGroup:
                 "first_positions are for keys that are passed whole; a cache's first key has "
                 "position 0, so leave them out"
             )
-        if self.spec.cached and not batch.keys_packed:
+        if self.spec.cached and "key_starts" in vars(batch) and not batch.keys_packed:
             raise BatchError(
                 "key_starts are for keys that are passed whole; the block table says where cached ones "
                 "are, so leave them out"
@@ -543,17 +548,18 @@ class LayerGroup:
 
         Raises:
             BatchError: it isn't a cache, or is on another device.
-            CacheError: it has another form.
+            CacheError: it has another form, or more places than the kernels can name.
 
         """
         if not isinstance(cache, KVCache):
-            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
+            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache(key, value)")
         self.check_format(cache.format)
         if not same_device(cache.key.device, self.torch_device):
             raise BatchError(
                 f"the cache is on {cache.key.device}, the layer on {self.torch_device}; allocate it "
                 "with group.allocate_cache(n)"
             )
+        self.planner.check_cache(cache)
 
     def check_format(self, format: CacheFormat, spacing: bool = True) -> None:
         """Check that a cache has the form that the backends were chosen for.
@@ -612,7 +618,7 @@ def _unpickled(selection: Selection, cache_format: CacheFormat | None) -> LayerG
 def on_the_host() -> AbstractContextManager[Any]:
     """Return a context that makes new tensors on the host, under any default device."""
     # `torch.set_default_device` and `with torch.device` put a mode on this stack.
-    return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
+    return torch.device("cpu") if torch._C._len_torch_function_stack() else NOWHERE_ELSE
 
 
 def load_backend(

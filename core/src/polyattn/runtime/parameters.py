@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from polyattn.errors import SpecError, shown
+from polyattn.errors import PolyattnError, SpecError, finite, shown
 from polyattn.runtime.inputs import check_parameter
 from polyattn.spec.layer import LayerSpec
 
@@ -117,13 +115,12 @@ def _place(tensor: Tensor) -> int:
         return 0
 
 
-def positive(name: str, value: object, quantised: bool) -> float:
-    """Return a scale. Raises `SpecError` unless it is a positive number, and 1 without a use."""
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
-        raise SpecError(f"{name}={value!r} must be a positive number")
+def positive(
+    name: str, value: object, quantised: bool, error: type[PolyattnError] = SpecError
+) -> float:
+    """Return a scale. Raises `error` unless it is a positive number, and 1 without a use."""
+    if not finite(value) or value <= 0:  # type: ignore[operator]
+        raise error(f"{name}={shown(value)} must be a positive number")
     if value != 1.0 and not quantised:
-        raise SpecError(
-            f"{name}={value!r} scales a quantised cache, and this one isn't; leave it out"
-        )
+        raise error(f"{name}={value!r} scales a quantised cache, and this one isn't; leave it out")
     return float(value)  # type: ignore[arg-type]

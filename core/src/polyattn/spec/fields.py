@@ -26,7 +26,7 @@ def member(name: str, value: Any, enum: type[Enum]) -> Enum:
     if isinstance(value, str) and issubclass(enum, IntEnum):
         value = enum.__members__.get(value.upper(), value)
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, (int, str, Enum)):
             raise ValueError
         return enum(value)
     except ValueError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.errors import SpecError, choice, shown
+from polyattn.errors import SpecError, choice, finite, shown
 from polyattn.spec.fields import Named, as_fields, from_fields, short_repr
 
 PAIRINGS = ("neox", "gptj")
@@ -185,7 +184,7 @@ def _check_numbers(rope: RopeSpec) -> None:
             _positive(name, factor)
     for name in ("temperature", "temperature_offset", "temperature_power"):
         value, kinds = getattr(rope, name), int if name == "temperature_offset" else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, kinds) or not finite(value):
             raise SpecError(f"rope.{name}={shown(value)} must be a number")
     for part in rope.sections or ():
         if not isinstance(part, int) or isinstance(part, bool) or part < 0:
@@ -195,9 +194,8 @@ def _check_numbers(rope: RopeSpec) -> None:
 
 
 def _positive(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise SpecError(f"rope.{name}={value!r} must be a positive number")
+    if not finite(value) or value <= 0:
+        raise SpecError(f"rope.{name}={shown(value)} must be a positive number")
 
 
 NEEDS = {

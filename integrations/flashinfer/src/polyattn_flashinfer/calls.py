@@ -274,12 +274,12 @@ def plain_dtype(name: str, dtype: Any) -> torch.dtype | None:
     return result
 
 
-def product(*scales: float | Tensor | None) -> float:
+def product(**scales: float | Tensor | None) -> float:
     """Return the product of scales, None for 1. Raises `PolyattnError` for scales of several heads."""
     total = 1.0
-    for scale in scales:
+    for name, scale in scales.items():
         if isinstance(scale, Tensor) and scale.numel() > 1:
-            refuse("scales of each head aren't served; pass one number", scale=scale)
+            refuse("scales of each head aren't served; pass one number", **{name: scale})
         total *= 1.0 if scale is None else float(scale)
     return total
 
@@ -293,7 +293,7 @@ def result(
     dtype: torch.dtype | None = None,
 ) -> Result:
     """Return an output, and its LSE if there is one, in the caller's tensors where it passed any."""
-    if (by := product(v_scale)) != 1:
+    if (by := product(v_scale=v_scale)) != 1:
         out = out * by
     if to is not None and to.shape != out.shape:
         raise PolyattnError(f"out is {tuple(to.shape)}; it must be {tuple(out.shape)}")

@@ -41,7 +41,7 @@ def single_decode_with_kv_cache(
         True, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
     )
     step = Step([1], [k.shape[0]], scores, q.device)
-    scale = product(q_scale, k_scale)
+    scale = product(q_scale=q_scale, k_scale=k_scale)
     out, lse = step.attend(
         q[None], (k.to(q.dtype), v.to(q.dtype)), scale=scale, needs_lse=return_lse
     )

@@ -54,7 +54,7 @@ def single_prefill_with_kv_cache(
         causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         mask,
     )  # fmt: skip
-    keys, scale = (k.to(q.dtype), v.to(q.dtype)), product(k_scale)
+    keys, scale = (k.to(q.dtype), v.to(q.dtype)), product(k_scale=k_scale)
     step = Step(*lens, scores, q.device)
     out, lse = step.attend(q, keys, scale=scale, needs_lse=return_lse)
     return result(out, lse, None, None, v_scale, plain_dtype("o_dtype", o_dtype))

@@ -72,7 +72,7 @@ class Wrapper:
         heads = {"num_qo_heads": query.shape[-2], "num_kv_heads": key.shape[-2]}
         self._check(heads | {"head_dim": query.shape[-1]} | page)
         q_scale, k_scale, v_scale = scales
-        scale = product(q_scale, k_scale)
+        scale = product(q_scale=q_scale, k_scale=k_scale)
         values, sums = self._attend(query, keys, scale, return_lse, window_left, sinks)
         return result(values, sums, out, lse, v_scale, self._out_dtype)
 

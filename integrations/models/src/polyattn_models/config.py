@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import ConfigError, nearest, shown
+from polyattn.errors import ConfigError, finite, nearest, shown
 
 from polyattn_models.classes import ModelClass, model_class
 from polyattn_models.mamba_ssm import is_mamba_ssm, translated
@@ -99,8 +98,7 @@ class Config:
         value = self.get(name)
         if value is None:
             return default
-        bad = not isinstance(value, (int, float)) or isinstance(value, bool)
-        if bad or not math.isfinite(value):
+        if not finite(value):
             raise self.error(name, value, "must be a number")
         return float(value)
 

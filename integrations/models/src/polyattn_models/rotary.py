@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn import RopeSpec
+from polyattn.errors import finite
 
 from polyattn_models.config import Config, unknown_choice
 
@@ -143,8 +144,7 @@ def _sections(cfg: Config, value: Any) -> tuple[int, ...]:
 
 
 def _number(cfg: Config, name: str, value: Any) -> float:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value <= 0:
+    if not finite(value) or value <= 0:
         raise cfg.error(name, value, "must be a positive number")
     return float(value)
 

@@ -260,6 +260,8 @@ CAUSAL_CONV1D = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_80+",)},
         kinds=frozenset({AttentionKind.SHORT_CONV}),
+        conv_widths=Sizes(low=2, high=4),
+        conv_channels=multiples(8),
         dtypes=names("bfloat16 float16 float32"),
         features=names("causal"),
     ),

@@ -266,6 +266,7 @@ class CausalConv1d(SlotStates):
         from causal_conv1d import causal_conv1d_fn
 
         x, initial = plan.take(frame.inputs)["x"], plan.initial(frame.states)
+        x = x.contiguous() if x.stride(0) % 8 else x  # the kernel reads 8 channels at once
         result = torch.empty_like(x)
         assert self.spec.recurrent is not None
         for first, last, length in _runs(plan.lens):

@@ -60,7 +60,7 @@ class Split:
         numbers = [self._new(var.aval.shape) for var in closed.jaxpr.invars]
         for at, place in enumerate(PLACES):
             self.depends[numbers[at]] = frozenset({place})
-        self.given = numbers
+        self.numbers = numbers
         outs = iter(self._read(closed.jaxpr, closed.consts, numbers))
         self.results = [None if r is None else next(outs) for r in made]
         self.maker = {out: op for op in self.ops for out in op.outs}
@@ -131,7 +131,7 @@ class Split:
     @property
     def _native(self) -> tuple[int, ...]:
         """The kernel's own values: a score, and the positions of its query and its key."""
-        return self.given[0], self.given[3], self.given[4]
+        return self.numbers[0], self.numbers[3], self.numbers[4]
 
     def of(self, kind: str) -> list[int]:
         """Return the values of a kind that the kernel takes."""
@@ -142,7 +142,7 @@ class Split:
         leaves = jax.tree.leaves(inputs)
 
         def values(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> list[Array]:
-            there = dict(zip(self.given, (None, b, h, q_idx, kv_idx, *leaves), strict=True))
+            there = dict(zip(self.numbers, (None, b, h, q_idx, kv_idx, *leaves), strict=True))
             return self._run(self.of(kind), there | self.known)
 
         return values

@@ -104,10 +104,11 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
-        planner = self if reuse is None else self._planner(reuse)
         if isinstance(reuse, AttentionPlan):
+            planner = self.windowless if reuse.windowless else self
             return planner.refill(reuse, batch)
         if isinstance(reuse, PrefixPlan):
+            planner = self._planner(reuse)
             assert planner.prefixes is not None
             return planner.prefixes.plan(batch, reuse)
         longest = self.all_seen

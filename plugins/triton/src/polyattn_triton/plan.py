@@ -34,12 +34,13 @@ class AttentionPlan(StepPlan):
     requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
     of rows the key tiles that a mask shows (`tile_lists`). `long`: keys from which on a sequence's pieces
     are longer; 0: all are alike. `beside`: how many launches before it it runs beside, each in a
-    workspace of its own. `chosen`: the batch is over chosen pages, and needs no mask.
+    workspace of its own. `chosen`: the batch is over chosen pages, and needs no mask. `sent`: by which
+    staging, after how many dropped steps, and for which line `work` was put there last; None: it wasn't.
     """
 
     __slots__ = (
         "at_once", "beside", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "long",
-        "merging", "others", "portable", "requests", "rows", "splits", "table", "variant", "way",
+        "merging", "others", "portable", "requests", "rows", "sent", "splits", "table", "variant", "way",
         "widening", "work",
     )  # fmt: skip
 
@@ -55,7 +56,7 @@ class AttentionPlan(StepPlan):
         # By a layer's own inputs, where all that a variant's functions read lies.
         self.inputs: dict[Any, Tensor] = {}
         self.lists: Tensor | None = None
-        self.chosen = False
+        self.chosen, self.sent = False, None
         self.at_once = self.beside = self.long = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None

@@ -52,6 +52,7 @@ from polyattn_triton.schedule import (
     most_keys,
     rows_of,
     stretches,
+    units_of_decodes,
     whole,
 )
 from polyattn_triton.variants import (
@@ -180,9 +181,18 @@ class PlannedAttention(AttentionBackend):
 
     def refill(self, plan: AttentionPlan, batch: Batch) -> AttentionPlan:
         """Write a later step's work into a captured plan's, whose grid and merge serve any."""
-        rates, tiles = self.rates, None
+        rates, tiles, sent = self.rates, None, None
         if plan.way == "listed":
-            line, rates = self._line(plan, batch), self.decode_rates
+            rates, staging, units = (
+                self.decode_rates,
+                batch.staging,
+                self._decode_units(plan, batch),
+            )
+            sent = None if staging is None else (staging, staging.dropped, units.tobytes())
+            if sent is not None and sent == plan.sent:
+                return plan
+            line = Line.of_units(units, int(units.max()))
+            plan.sent = None
         elif plan.way in ("few", "pieces"):
             later = copy(plan)
             later.batch = batch
@@ -192,6 +202,7 @@ class PlannedAttention(AttentionBackend):
             return plan
         if plan.grid[0]:
             batch.upload(stretches(line, plan.grid[0], rates).work(tiles), plan.work)
+            plan.sent = sent
         return plan
 
     def _keep(self, plan: AttentionPlan) -> None:
@@ -278,21 +289,21 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        line, item = self._line(plan, batch), self.decode_rates.item
-        mean = line.total / batch.num_seqs - item
-        if not spec.graph_capture and line.longest - item <= EVEN * mean + 1:
+        item, units = self.decode_rates.item, self._decode_units(plan, batch)
+        longest, mean = int(units.max()), int(np.add.reduce(units)) / batch.num_seqs - item
+        if not spec.graph_capture and longest - item <= EVEN * mean + 1:
             splits = self.splits(batch)
             programs = batch.num_seqs * spec.num_kv_heads * splits
             if not leaves_tail(programs, self.places):
                 self._plan_even(plan, splits)
                 return
         plan.way = "listed"
-        self._deal(plan, line, None)
+        self._deal(plan, Line.of_units(units, longest), None)
 
-    def _line(self, plan: AttentionPlan, batch: Batch) -> Line:
-        """Lay a step's decodes on a line, a tile each."""
+    def _decode_units(self, plan: AttentionPlan, batch: Batch) -> Ints:
+        """Return how long the tiles of a step's decodes are."""
         spec, item, block = self.spec_of(batch), self.decode_rates.item, plan.config.block_n
-        return Line.of_decodes(spec, batch.host_lens, batch.max_seq_len, block, item)
+        return units_of_decodes(spec, batch.host_lens, block, item)
 
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
         """A program for each sequence, KV head and split. The device assigns the keys."""

@@ -204,18 +204,15 @@ class Line(NamedTuple):
         np.add.accumulate(units, out=ends[1:])
         return cls(ends, int(ends[-1]), longest)
 
-    @classmethod
-    def of_decodes(cls, spec: LayerSpec, lens: Ints, longest: int, block: int, item: int) -> Line:
-        """Lay rows of one query token, the last of its sequence, of which the `longest` has so many.
 
-        `block`: a power of two.
-        """
-        if spec.sliding_window or spec.chunk_size:
-            last = lens - 1
-            return cls.of(key_tiles(spec, last, last, lens, block), item)
-        units: Ints = lens + (block * (item + 1) - 1)
-        units >>= block.bit_length() - 1
-        return cls.of_units(units, -(-longest // block) + item)
+def units_of_decodes(spec: LayerSpec, lens: Ints, block: int, item: int) -> Ints:
+    """Return how long the tiles of rows of one query token are; `block`: a power of two."""
+    if spec.sliding_window or spec.chunk_size:
+        last = lens - 1
+        return key_tiles(spec, last, last, lens, block) + item
+    units: Ints = lens + (block * (item + 1) - 1)
+    units >>= block.bit_length() - 1
+    return units
 
 
 def segments(keys: Ints, each: int, least: int = 0) -> Stretches:

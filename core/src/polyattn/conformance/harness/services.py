@@ -43,11 +43,7 @@ class StoreHarness(Harness):
         return group, group.store
 
     def tokens(
-        self,
-        group: LayerGroup,
-        batch: str | int,
-        like: NewTokens | None = None,
-        packed: bool = False,
+        self, group: LayerGroup, batch: str | int, like: NewTokens | None = None
     ) -> NewTokens:
         """Return strided keys and values, slots in no order, and a cache of NaN with old rows."""
         form, spec = group.cache_format, group.spec

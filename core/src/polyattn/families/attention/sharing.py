@@ -192,7 +192,11 @@ class Sharing:
 
     def refill(self, call: Call, batch: Batch) -> None:
         """Write a later step's decodes into the plan of a captured call that may share."""
-        levels = batch.find_shared_prefix(self.block_size)
+        levels = batch.shared_prefix
+        if (
+            levels is None or batch.staging is None
+        ):  # staged ones are checked; the table comes later
+            levels = batch.find_shared_prefix(self.block_size)
         call.backend.plan(with_a_column(batch).with_shared_prefix(levels), call.plan)
 
     def note(self, step: Batch, call: Call) -> str:
@@ -254,8 +258,8 @@ class Sharing:
         pairs = int(batch.host_query_lens @ batch.host_lens)
         flops = 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
         product_us = flops / (ATTAINED * device.matmul * 1e6)
-        read = int(batch.host_lens.sum()) * self.token_bytes
-        whole, less = self._saved_us(read), self._saved_us(read - saved_bytes)
+        whole_bytes = int(batch.host_lens.sum()) * self.token_bytes
+        whole, less = self._saved_us(whole_bytes), self._saved_us(whole_bytes - saved_bytes)
         return max(whole, product_us) - max(less, product_us)
 
     def _saved_us(self, saved_bytes: int) -> float:

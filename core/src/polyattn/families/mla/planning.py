@@ -20,13 +20,14 @@ from polyattn.families.attention.sharing import Sharing
 from polyattn.families.mla.absorption import absorb, expand_rows, project
 from polyattn.families.mla.expanding import ExpandedChooser
 from polyattn.runtime.backend import MergeBackend, SparseBackend
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.decompositions import Part, Phases, by_phase, planned_call, refill_call
 from polyattn.runtime.group import LayerGroup, StepPlan, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged, is_dense
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import each_token
+from polyattn.runtime.step.chosen_pages import check_places
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.kinds import AttentionKind, Invariance
 from polyattn.spec.layer import LayerSpec
@@ -139,6 +140,10 @@ class Planner(StepPlanner):
             self.expanding = ExpandedChooser(group)
         self.buffers = MergeBuffers()
         self.sharing = Sharing.of(group)
+
+    def check_cache(self, cache: KVCache) -> None:
+        if self.sparse:
+            check_places(cache)
 
     def check(self, batch: Batch) -> None:
         batch.check_queries(list(self.names.values()))

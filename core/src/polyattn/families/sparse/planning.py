@@ -24,7 +24,13 @@ from polyattn.runtime.inputs import form_of
 from polyattn.runtime.merge import with_sinks
 from polyattn.runtime.program import Call, Frame, LayerParams, Op
 from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.chosen_pages import ChosenPages, pages_of, token_places, visible_entries
+from polyattn.runtime.step.chosen_pages import (
+    ChosenPages,
+    check_places,
+    pages_of,
+    token_places,
+    visible_entries,
+)
 from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import questions, sparse_blocks
@@ -360,6 +366,12 @@ class Planner(StepPlanner):
         self.width = sparse.budget * (sparse.granularity // self.page_size)
         if self.kind is RowsPiece:
             self.width = sparse.most
+
+    def check_cache(self, cache: KVCache) -> None:
+        if self.kind is Piece:
+            cache.in_pages_of(self.page_size, self.spec.num_kv_heads)
+        else:
+            check_places(cache)
 
     def check(self, batch: Batch) -> None:
         spec, assigned = self.group.spec, self.group.cache_format

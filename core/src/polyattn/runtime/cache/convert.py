@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, shown
-from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
+from polyattn.errors import CacheError, integer, shown
+from polyattn.runtime.cache.kv_cache import LARGEST_PAGE, KVCache, quantize, raw, storage_dtype
 from polyattn.runtime.cache.rows import decoded
 from polyattn.runtime.cache.scales import Scale, dequantized, of_heads
+from polyattn.runtime.parameters import positive
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.row_format import RowFormat
 
 AT_ONCE = 1 << 22
@@ -39,7 +41,8 @@ def convert_blocks(
         source_blocks: (n,), ids of blocks in the order of their tokens.
         target_blocks: (m,), ids of blocks for these tokens.
         num_tokens: how many tokens to write, which both lists just hold; None: whole blocks.
-        source_scales: (k_scale, v_scale) of the layer that reads `source`, as `Attention` takes them.
+        source_scales: (k_scale, v_scale) of the layer that reads `source`, as `Attention` takes them;
+            a cache that isn't quantised has none but 1.
         target_scales: of the layer that reads `target`.
 
     Raises:
@@ -65,8 +68,8 @@ def convert_blocks(
             "source and target are one cache, and blocks are both read and written; name other blocks"
         )
     tokens = _tokens(num_tokens, (source, from_ids), (target, to_ids))
-    source_scales = _scales("source_scales", source_scales, one.num_kv_heads)
-    target_scales = _scales("target_scales", target_scales, one.num_kv_heads)
+    source_scales = _scales("source_scales", source_scales, one)
+    target_scales = _scales("target_scales", target_scales, other)
     both = math.lcm(source.block_size, target.block_size)  # pieces end at blocks of both
     formats = (one.rows or (None, None), other.rows or (None, None))
     parts = [(source.key, target.key), (source.value, target.value)]
@@ -110,8 +113,8 @@ def _tokens(
     num_tokens: int | None, source: tuple[KVCache, Tensor], target: tuple[KVCache, Tensor]
 ) -> int:
     """Return how many tokens to write from and to a cache's blocks. Raises `CacheError`."""
-    if num_tokens is not None and not isinstance(num_tokens, int):
-        raise CacheError(f"num_tokens={shown(num_tokens)} must be an integer, or None")
+    if num_tokens is not None:
+        integer("num_tokens", num_tokens, 0, LARGEST_PAGE, "; None for whole blocks", CacheError)
     tokens = len(source[1]) * source[0].block_size if num_tokens is None else num_tokens
     for name, ids, size in (
         ("source_blocks", source[1], source[0].block_size),
@@ -127,14 +130,14 @@ def _tokens(
 
 def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
     """Return ids of blocks as int64 (n,) on the cache's device."""
-    ids = torch.as_tensor(blocks, device=cache.key.device)
-    if (
-        ids.dim() != 1
-        or ids.dtype.is_floating_point
-        or ids.dtype.is_complex
-        or ids.dtype == torch.bool
-    ):
-        raise CacheError(f"{name}={shown(blocks)} must be ids of blocks, (n,) integers")
+    wrong = CacheError(f"{name}={shown(blocks)} must be ids of blocks, (n,) integers")
+    try:
+        ids = torch.as_tensor(blocks, device=cache.key.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong from None
+    whole = not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool)
+    if ids.dim() != 1 or (len(ids) and not whole):
+        raise wrong
     ids = ids.long()
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < cache.num_blocks:
         raise CacheError(
@@ -143,15 +146,22 @@ def _ids(name: str, blocks: Sequence[int] | Tensor, cache: KVCache) -> Tensor:
     return ids
 
 
-def _scales(name: str, scales: tuple[Scale, Scale], heads: int) -> tuple[Scale, Scale]:
+def _scales(name: str, scales: tuple[Scale, Scale], form: CacheFormat) -> tuple[Scale, Scale]:
     """Return (k_scale, v_scale), a tensor's numbers side by side. Raises `CacheError`."""
     if not isinstance(scales, Sequence) or len(scales) != 2:
         raise CacheError(f"{name}={shown(scales)} must be (k_scale, v_scale)")
-    for scale in scales:
-        if isinstance(scale, Tensor) and scale.shape not in ((), (1,), (heads,)):
+    heads, quantised = form.num_kv_heads, storage_dtype(form.dtype).itemsize == 1
+    for part, scale in enumerate(scales):
+        if not isinstance(scale, Tensor):
+            positive(f"{name}[{part}]", scale, quantised, CacheError)
+        elif not quantised:
             raise CacheError(
-                f"{name} has a tensor of shape {tuple(scale.shape)}; a scale is a number, or a tensor () "
-                f"or ({heads},), one a KV head"
+                f"{name}[{part}] scales a quantised cache, and this one is {form.dtype}"
+            )
+        elif scale.shape not in ((), (1,), (heads,)) or not scale.is_floating_point():
+            raise CacheError(
+                f"{name}[{part}] is {scale.dtype} of shape {tuple(scale.shape)}; a scale is a number, or "
+                f"a floating-point tensor () or ({heads},), one a KV head"
             )
     key, value = (s.reshape(-1) if isinstance(s, Tensor) else s for s in scales)
     return key, value

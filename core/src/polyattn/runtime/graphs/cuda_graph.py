@@ -34,6 +34,7 @@ class StepGraph:
         self.reads_tensors = False  # whether plans are refilled by what the device holds
         self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
+        self.mixed = isinstance(buffers, MixedBuffers)
         # The tensors that the graph writes, in its order of tokens, and room for them in a step's.
         self.results: list[Tensor] = []
         self.taken: list[Tensor] = []
@@ -57,7 +58,7 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self.graph, pool, side), torch.no_grad():
             self.results, self.form = tree_flatten(self.step(self.plans, **self.inputs))
-        if isinstance(self.buffers, MixedBuffers):
+        if self.mixed:
             self.taken = [torch.empty_like(result) for result in self.results]
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
@@ -68,51 +69,60 @@ class StepGraph:
             problem = group.planner.replay_problem(batch)
             if problem is not None:
                 raise BatchError(problem)
-        self._check_inputs(batch, inputs)
-        rows = buffers.rows(batch)
-        beside: list[tuple[Tensor, Tensor]] = []
-        if isinstance(rows, slice):
-            beside = [
-                (buffers.first(self.inputs[name], tokens), each) for name, each in inputs.items()
-            ]
-        filled, send = buffers.stage(batch), buffers.staging.send
+        beside = self._checked(batch, inputs)
+        filled = buffers.stage(batch)
         if self.reads_tensors:
-            send()
             buffers.copy(batch, beside)
         with on_the_host():
             for group, plan in self.plans.items():
                 group.planner.refill(plan, group.planner.own(filled))
-        send()
-        if not self.reads_tensors:
+        if self.reads_tensors:
+            buffers.staging.send()
+        else:
             buffers.copy(batch, beside)
-        if isinstance(rows, slice):
+        if not self.mixed:
             self.graph.replay()
-            return tree_unflatten([result[rows] for result in self.results], self.form)
+            return self._formed([result[:tokens] for result in self.results])
+        places = buffers.rows(batch)
+        assert isinstance(places, Tensor)
         for name, tensor in inputs.items():
-            raw(self.inputs[name]).index_copy_(0, rows, raw(tensor))
+            raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
         self.graph.replay()
         taken = [each[:tokens] for each in self.taken]
         for result, out in zip(self.results, taken, strict=True):
-            torch.index_select(raw(result), 0, rows, out=raw(out))
-        return tree_unflatten(taken, self.form)
+            torch.index_select(raw(result), 0, places, out=raw(out))
+        return self._formed(taken)
 
-    def _check_inputs(self, batch: Batch, inputs: Mapping[str, Tensor]) -> None:
-        """Refuse what the buffers have no room for, and what would leave them an earlier step's."""
-        placed, packed = batch.first_positions is not None, batch.keys_packed
-        brings = batch.mask is not None, bool(batch.inputs), placed, not packed
-        if any(brings):
+    def _formed(self, results: list[Tensor]) -> Any:
+        """Return results in the form in which the step returned them."""
+        return results[0] if self.form.is_leaf() else tree_unflatten(results, self.form)
+
+    def _checked(self, batch: Batch, inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return where inputs go, and these; of a mixed step none, whose tokens go to places.
+
+        Refuses what the buffers have no room for, and what would leave them an earlier step's.
+        """
+        placed = batch.first_positions is not None
+        apart = "key_starts" in vars(batch) and not batch.keys_packed
+        if batch.mask is not None or batch.inputs or placed or apart:
+            brings = batch.mask is not None, bool(batch.inputs), placed, apart
             field = ("mask", "inputs", "first_positions", "key_starts")[brings.index(True)]
             raise BatchError(f"{field} can't be replayed; run such a step eagerly")
         if inputs.keys() != self.inputs.keys():
             raise BatchError(
                 f"inputs are {sorted(inputs)}; the captured step takes {sorted(self.inputs)}"
             )
+        beside, tokens = [], batch.num_tokens
         for name, tensor in inputs.items():
-            check_is_tensor(name, tensor)
+            if tensor.__class__ is not Tensor:
+                check_is_tensor(name, tensor)
             wanted = self.inputs[name]
-            shape = batch.num_tokens, *wanted.shape[1:]
+            shape = tokens, *wanted.shape[1:]
             if tensor.shape != shape or tensor.dtype is not wanted.dtype:
                 raise bad_input(name, tensor, shape, wanted.dtype)
+            if not self.mixed:
+                beside.append((self.buffers.first(wanted, tokens), tensor))
+        return beside
 
 
 class StepGraphs:
@@ -214,7 +224,10 @@ class StepGraphs:
             The graph, or None if the step must run eagerly.
 
         """
-        return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
+        for graph in self.graphs:
+            if graph.buffers.fits(batch):
+                return graph
+        return None
 
     def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
         """Run a step in the graph of its size.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers
@@ -140,14 +140,14 @@ class MixedBuffers(StepBuffers):
         return self._over(filled, lens)
 
     def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Copy the second tensor of each pair into the first.
+        """Send what is staged, and the second tensor of each pair.
 
         Args:
             batch: the step that was staged.
             beside: the pairs.
 
         """
-        copy_together(beside)
+        self.staging.send(beside)
 
     def rows(self, batch: Batch) -> Tensor:
         """Return where a graph has the tokens of the step that was filled in.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, flag
-from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import positions_of
 from polyattn.runtime.step.integers import Integers, upload
@@ -184,9 +183,10 @@ class StepBuffers:
 
     def fits(self, batch: Batch) -> bool:
         """Whether a step is of this shape, or smaller."""
+        count = len(batch.host_lens)
         return (
-            batch.num_seqs <= self.num_seqs
-            and batch.num_tokens == batch.num_seqs * self.query_len
+            count <= self.num_seqs
+            and batch.num_tokens == count * self.query_len
             and batch.max_query_len <= self.query_len
             and batch.max_seq_len <= self.max_len
             and (batch.state_targets is not None) == self.size.state_targets
@@ -204,21 +204,23 @@ class StepBuffers:
 
         """
         filled = self.stage(batch)
-        self.staging.send()
         self.copy(batch, beside)
         filled.staging = None
         return filled
 
     def stage(self, batch: Batch) -> Batch:
         """Write a step's lengths to `staging`, which is yet to be sent, and return it as `fill` does."""
-        count, lens = batch.num_seqs, batch.host_lens
+        lens, longest, staging = batch.host_lens, batch.max_seq_len, self.staging
+        count = len(lens)
         if count < self.num_seqs:
+            longest = max(longest, self.padding_len)
             lens = np.full(self.num_seqs, self.padding_len, np.int64)
             lens[:count] = batch.host_lens
-        self.staging.drop()  # what a refused step left
+        staging.drop()  # what a refused step left
         if not _has_lens(batch):
-            self.staging.put(self.seq_lens, lens)
-        filled = self._staged(lens)
+            staging.put(self.seq_lens, lens)
+        filled = self._longest.with_lens(lens)
+        filled.staging, filled.max_seq_len = staging, longest
         filled._covers_queries = batch._covers_queries  # padding is as the backends take it
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None
@@ -226,37 +228,49 @@ class StepBuffers:
         return filled
 
     def copy(self, batch: Batch, beside: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Copy a step's tensors in, and the second of each pair `beside` it, in the same launches."""
-        count, tokens, pairs = batch.num_seqs, batch.num_tokens, list(beside)
-        # An earlier step's numbers lie behind this one's where it had more of them.
-        slots, states = batch.slot_mapping is not None, batch.state_slots is not None
-        held = (count, tokens * slots, count * states)
-        if self.state_targets is not None or any(map(gt, self._held, held)):
-            self.slots.fill_(-1)
-            if self.block_table is not None:
-                self.block_table[count:] = 0
-            if self.positions is not None:
-                self.positions.zero_()
-        self._held = held
+        """Send what is staged, a step's tensors, and the second of each pair `beside` it together."""
+        count, tokens, pairs = len(batch.host_lens), batch.num_tokens, list(beside)
+        slots, states = batch.slot_mapping, batch.state_slots
+        held = (count, 0 if slots is None else tokens, 0 if states is None else count)
+        if held != self._held or self.state_targets is not None:
+            self._empty(held)
         if _has_lens(batch):
             pairs.append((self.seq_lens[:count], batch.seq_lens))
             if count < self.num_seqs:
                 self.seq_lens[count:] = self.padding_len
         table, source = self.block_table, batch.block_table
         if table is not None and source is not None:
-            width = min(source.shape[1], table.shape[1])
-            source = source if width == source.shape[1] else source[:, :width]
+            width = source.shape[1]
+            if width > table.shape[1]:
+                width = table.shape[1]
+                source = source[:, :width]
             pairs.append((self.first(table, count, width), source))
         if self.positions is not None:
-            pairs.append((self.positions[..., :tokens], positions_of(batch)))
-        if self.slot_mapping is not None and batch.slot_mapping is not None:
-            pairs.append((self.first(self.slot_mapping, tokens), batch.slot_mapping))
-        if batch.state_slots is not None:
-            pairs.append((self.first(self.state_slots, count), batch.state_slots))
-        copy_together(pairs + self._targets(batch.state_targets))
+            places = self.positions
+            each = self.first(places, tokens) if places.dim() == 1 else places[:, :tokens]
+            pairs.append((each, positions_of(batch)))
+        if slots is not None and self.slot_mapping is not None:
+            pairs.append((self.first(self.slot_mapping, tokens), slots))
+        if states is not None:
+            pairs.append((self.first(self.state_slots, count), states))
+        if self.state_targets is not None:
+            pairs += self._targets(batch.state_targets)
+        self.staging.send(pairs)
+
+    def _empty(self, held: tuple[int, int, int]) -> None:
+        """Empty what no step holds, where an earlier one had more rows, slots or states than `held`."""
+        if self.state_targets is not None or any(map(gt, self._held, held)):
+            self.slots.fill_(-1)
+            if self.block_table is not None:
+                self.block_table[held[0] :] = 0
+            if self.positions is not None:
+                self.positions.zero_()
+        self._held = held
 
     def first(self, buffer: Tensor, rows: int, width: int = 0) -> Tensor:
-        """Return the view of a buffer's first rows and columns: the last step's, if that had as many.
+        """Return what `copy_together` fills a buffer's first rows by: the last step's, if as many.
+
+        It is a view: of a part of one row flat, of int64 as int32.
 
         Args:
             buffer: one that a graph reads.
@@ -266,7 +280,12 @@ class StepBuffers:
         """
         of, count, columns, view = self._views.get(id(buffer), (None, 0, 0, buffer))
         if of is not buffer or (count, columns) != (rows, width):
-            view = buffer[:rows, :width] if width else buffer[:rows]
+            view = buffer[:rows]
+            if width:
+                flat = rows == 1 and width < buffer.shape[1]
+                view = buffer[0, :width] if flat else buffer[:rows, :width]
+            if view.dtype is torch.int64:
+                view = view.view(torch.int32)
             self._views[id(buffer)] = buffer, rows, width, view
         return view
 
@@ -294,16 +313,3 @@ class StepBuffers:
 def _has_lens(batch: Batch) -> bool:
     """Whether a step's lengths are on the device already; where the host has bounds, those count."""
     return batch.lens_are_bounds or "seq_lens" in vars(batch)
-
-
-def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for goal, source in pairs:
-        goals, sources = by_dtype.setdefault(source.dtype, ([], []))
-        if source.dtype.itemsize == 1:
-            goal, source = raw(goal), raw(source)
-        goals.append(goal)
-        sources.append(source)
-    for goals, sources in by_dtype.values():
-        torch._foreach_copy_(goals, sources)

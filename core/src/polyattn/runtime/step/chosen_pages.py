@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.errors import BatchError, CacheError
+from polyattn.runtime.cache.kv_cache import LARGEST_PAGE, KVCache
 from polyattn.runtime.inputs import check_tensor
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.step_mask import BlockSparseMask
@@ -168,6 +168,16 @@ def check_ids(sparse: SparseSpec, choice: Tensor, cache: KVCache) -> None:
     places = cache.num_blocks * cache.block_size
     if sparse.physical and ids.numel() and int(ids.max()) >= places:
         raise BatchError(f"choice names place {int(ids.max())}; the cache has {places} of them")
+
+
+def check_places(cache: KVCache) -> None:
+    """Refuse a cache of more places than `places_of` can name. Raises `CacheError`."""
+    places = cache.num_blocks * cache.block_size
+    if places > LARGEST_PAGE:
+        raise CacheError(
+            f"cache has {cache.num_blocks} blocks of {cache.block_size}: {places} places, of which int32 "
+            f"names {LARGEST_PAGE}; use fewer blocks"
+        )
 
 
 def places_of(

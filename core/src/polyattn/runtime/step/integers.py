@@ -17,11 +17,14 @@ from polyattn.spec.fields import LONGEST
 LARGEST = (1 << 31) - 1
 REMEMBERED = 1024
 """Decodes of a step up to which their starts are remembered: to count to 256 takes 10 us."""
+INT = {int}
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def integers(name: str, values: Any) -> list[int]:
     """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
+    if values.__class__ is list and set(map(type, values)) <= INT:
+        return list(values)
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise BatchError(
@@ -29,12 +32,12 @@ def integers(name: str, values: Any) -> list[int]:
                 "int32"
             )
         return list(values.tolist())
-    if not isinstance(values, (list, Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
+    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
-    numbers = list(values) if not isinstance(values, np.ndarray) else values.tolist()
-    for index, value in enumerate(numbers if set(map(type, numbers)) - {int} else ()):
+    numbers = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    for index, value in enumerate(numbers if set(map(type, numbers)) - INT else ()):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
             raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
@@ -45,9 +48,10 @@ def integers(name: str, values: Any) -> list[int]:
 def one_each(name: str, numbers: Sequence[int], lens: list[int]) -> list[int]:
     """Return the places of some sequences' keys, as integers. Raises `BatchError`."""
     places = integers(name, numbers)
-    if len(places) != len(lens) or any(place < 0 for place in places):
+    if len(places) != len(lens) or any(not 0 <= place <= LARGEST for place in places):
         raise BatchError(
-            f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
+            f"{name}={shown(places)} must name one place, 0 to {LARGEST}, for each of {len(lens)} "
+            "sequences"
         )
     return places
 
@@ -88,13 +92,28 @@ def _decodes(count: int) -> tuple[list[int], Integers, Integers]:
     return starts.tolist(), starts, queries
 
 
+def page_locked(count: int, device: torch.device) -> Tensor:
+    """Return int32 (count,) on the host, any numbers, from which a GPU copies while the host goes on.
+
+    Args:
+        count: of numbers.
+        device: where they go. A GPU's copy keeps the memory from others, though the tensor be gone.
+
+    Examples:
+        >>> page_locked(3, torch.device("cpu")).shape
+        torch.Size([3])
+
+    """
+    return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+
 def upload(
-    values: np.ndarray[Any, Any], device: torch.device, into: Tensor | None = None
+    values: np.ndarray[Any, Any] | Tensor, device: torch.device, into: Tensor | None = None
 ) -> Tensor:
     """Copy numbers to a device. The host doesn't wait for what runs on a GPU before the copy.
 
     Args:
-        values: any shape and dtype.
+        values: any shape and dtype; a tensor is one of `page_locked`.
         device: where to.
         into: a buffer of the values' shape; None: a new one.
 
@@ -109,10 +128,13 @@ def upload(
         tensor([0, 1, 2])
 
     """
-    host = torch.from_numpy(np.ascontiguousarray(values))
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        host = host.pin_memory()
+    if isinstance(values, np.ndarray):
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        if on_gpu:
+            host = host.pin_memory()
+    else:
+        host = values
     if into is not None:
         return into.copy_(host, non_blocking=True)
     return host.to(device, non_blocking=on_gpu)

@@ -58,6 +58,8 @@ class CustomMask(StepMask):
     """
 
     kind = "custom"
+    shapes: list[tuple[int, ...]] | None = None
+    """Of each sequence's mask, where `pack` got them."""
 
     def __init__(self, bits: Tensor, over: str = "new"):
         if over not in ("new", "all"):
@@ -86,9 +88,11 @@ class CustomMask(StepMask):
                     "torch.bool of shape (query_len, keys), True where a query sees a key"
                 )
         rows = [mask.flatten() for mask in masks]
-        return cls(
+        packed = cls(
             torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool, device="cpu"), over
         )
+        packed.shapes = [tuple(mask.shape) for mask in masks]
+        return packed
 
     @classmethod
     def tree(cls, parents: Sequence[Sequence[int]]) -> CustomMask:
@@ -161,17 +165,38 @@ class CustomMask(StepMask):
             masks.append(keys[len(keys) - queries :, None] == keys)
         return cls.pack(masks, "all")
 
-    def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
+    def of_sequences(self, query_lens: list[int], lens: list[int]) -> list[tuple[int, int]]:
+        """Return the shape of each sequence's mask.
+
+        Args:
+            query_lens: query tokens of each sequence.
+            lens: keys of each sequence.
+
+        Raises:
+            BatchError: the mask has other shapes.
+
+        """
         pairs = list(zip(query_lens, lens, strict=True))
         if self.over == "new":
             # A padding row has a query token and no key.
             pairs = [(q, min(q, n)) for q, n in pairs]
-        sizes = [q * k for q, k in pairs]
-        if sum(sizes) != len(self.bits):
+        held = sum(q * k for q, k in pairs)
+        if held != len(self.bits):
             raise BatchError(
                 f"mask has {len(self.bits)} bits; masks over {self.over} keys of queries "
-                f"{query_lens[:4]}… and lengths {lens[:4]}… have {sum(sizes)}"
+                f"{query_lens[:4]}… and lengths {lens[:4]}… have {held}"
             )
+        for index, (theirs, ours) in enumerate(zip(self.shapes or (), pairs, strict=False)):
+            if theirs != ours and (0 not in theirs or 0 not in ours):
+                raise BatchError(
+                    f"masks[{index}] has shape {theirs}; over {self.over} keys it must be {ours}, a row "
+                    "for each query"
+                )
+        return pairs
+
+    def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
+        pairs = self.of_sequences(query_lens, lens)
+        sizes = [q * k for q, k in pairs]
         before = [n - k for (_, k), n in zip(pairs, lens, strict=True)]
         context = [n - q for q, n in zip(query_lens, lens, strict=True)]
         starts = [0, *accumulate(sizes)][:-1]
@@ -242,16 +267,10 @@ class BlockSparseMask(StepMask):
         if not isinstance(mask, CustomMask):
             raise BatchError(f"mask={shown(mask)} must be a CustomMask")
         query_lens, seq_lens = _counts(query_lens=query_lens, seq_lens=seq_lens)
-        sizes = [n if mask.over == "all" else q for q, n in zip(query_lens, seq_lens, strict=True)]
-        held = sum(q * n for q, n in zip(query_lens, sizes, strict=True))
-        if held != len(mask.bits):
-            raise BatchError(
-                f"the mask has {len(mask.bits)} bits over {mask.over} keys; "
-                f"sequences of {query_lens[:4]}… queries have {held}"
-            )
+        shapes = mask.of_sequences(query_lens, seq_lens)
         height, width = _checked(block)
         indptr, indices, at = [0], list[int](), 0
-        for queries, keys, length in zip(query_lens, sizes, seq_lens, strict=True):
+        for (queries, keys), length in zip(shapes, seq_lens, strict=True):
             bits = mask.bits[at : at + queries * keys].view(queries, keys)
             bits = torch.cat([bits.new_ones(queries, length - keys), bits], 1)
             at += queries * keys

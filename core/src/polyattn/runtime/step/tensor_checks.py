@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import as_wide, check_is_tensor, same_device
+from polyattn.runtime.inputs import as_wide, check_is_tensor, same_device, torch_device
+
+
+def device_of(device: torch.device | str | None, *tensors: Any) -> torch.device:
+    """Return a device that a caller names, else the first tensor's, else the CPU. Raises `BatchError`."""
+    if device is None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                return tensor.device
+    return torch_device("cpu" if device is None else device)
 
 
 def check_tensors(batch: Any) -> None:
@@ -15,19 +24,29 @@ def check_tensors(batch: Any) -> None:
 
     Raises `BatchError`.
     """
-    many = getattr(batch.state_targets, "ndim", 1) == 2
-    of_targets = (batch.num_seqs, None) if many else (batch.num_seqs,)
-    for name, tensor, dtype, shape in (
-        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
-        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
-        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-        ("state_targets", batch.state_targets, torch.int64, of_targets),
+    rows, device = len(batch.lens), batch.device
+    for name, tensor, dtype, dims, count in (
+        ("block_table", batch.block_table, torch.int32, 2, rows),
+        ("slot_mapping", batch.slot_mapping, torch.int64, 1, batch.num_tokens),
+        ("state_slots", batch.state_slots, torch.int64, 1, rows),
+        ("state_targets", batch.state_targets, torch.int64, 0, rows),
     ):
         if tensor is None:
             continue
+        if (
+            tensor.__class__ is torch.Tensor
+            and tensor.dtype is dtype
+            and tensor.is_contiguous()
+            and tensor.device == device
+            and tensor.dim() == dims
+            and tensor.shape[0] == count
+        ):
+            continue
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        dims = dims or min(max(tensor.dim(), 1), 2)
+        shape = (count, None)[:dims]
+        fits = tensor.dim() == dims and tensor.shape[0] == count
         if not (tensor.dtype == dtype or as_wide(tensor)) or not fits:
             free = "tokens" if name == "state_targets" else "max_blocks"
             wanted = ", ".join(free if n is None else str(n) for n in shape)
@@ -44,13 +63,12 @@ def check_tensors(batch: Any) -> None:
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
         if name != "block_table" and not tensor.is_contiguous():
             setattr(batch, name, tensor.contiguous())  # kernels go by address from the first one on
-    _check_shape_of_positions(batch)
+    if batch.positions is not None:
+        _check_shape_of_positions(batch)
 
 
 def _check_shape_of_positions(batch: Any) -> None:
     positions = batch.positions
-    if positions is None:
-        return
     check_is_tensor("positions", positions)
     whole = positions.dtype in (torch.int64, torch.int32)
     fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens

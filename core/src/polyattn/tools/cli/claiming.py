@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from polyattn.errors import SettingsError
 from polyattn.registry.info import load_object
 from polyattn.tools.cli import stdout
@@ -15,6 +18,18 @@ def show(path: str, device: str | None, seed: int, seconds: float) -> int:
         raise SettingsError(
             f'this command needs {error.name}: pip install "polyattn[conformance]"'
         ) from error
-    findings = find_at(path, device, seed, seconds)
+    findings = find_at(path, device, seed, seconds, _begin)
+    _tell("")
     stdout.write(findings.manifest())
     return int(not findings.claims or bool(findings.failures))
+
+
+def _begin(case: Any) -> None:
+    _tell(case.id)
+
+
+def _tell(text: str) -> None:
+    """Show a line in place of the one before, without a thread, which forks wouldn't survive."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text[:78]}")
+        sys.stderr.flush()

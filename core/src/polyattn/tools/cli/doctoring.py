@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from typing import Any
@@ -23,7 +22,7 @@ from polyattn.registry.info import API_VERSION
 from polyattn.registry.installed import Registry
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, Unset, ask_detector, load_problem
-from polyattn.registry.requirements import requirement_problem
+from polyattn.registry.requirements import of_another_release, requirement_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import (
     FOREIGN_VARIABLES,
@@ -126,16 +125,8 @@ def _mixed() -> list[str]:
     for each in distributions():
         if not any(entry.group.startswith("polyattn.") for entry in each.entry_points):
             continue
-        try:
-            requires = each.requires or ()
-        except ValueError:  # no text, which discovery says
-            continue
-        for text in requires:
-            if not re.match(r"polyattn(?![\w.-])", text) or "extra ==" in text:
-                continue
-            if problem := requirement_problem(text):
-                remedy = f"pip install --upgrade polyattn {each.name}"
-                told[each.name] = f"{each.name} {each.version}: {problem}; {remedy}"
+        if problem := of_another_release(each):
+            told[each.name] = f"{each.name} {each.version}: {problem}"
     return [*told.values()]
 
 

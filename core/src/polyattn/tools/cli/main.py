@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -127,12 +128,15 @@ def why(
     process: Annotated[
         int | None, typer.Argument(help="A process's id (default: all that run).", min=1)
     ] = None,
+    saved: Annotated[
+        Path | None, typer.Option(help="A file of --json's output, in place of what runs.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Show which backends a running process uses, and why."""
     from polyattn.tools.cli.why import show
 
-    return show(process, json)
+    return show(process, json, saved)
 
 
 @app.command()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from polyattn.errors import SettingsError
+from polyattn.errors import SettingsError, describe
 from polyattn.selection.running import Process, running
 from polyattn.tools.cli import stdout
 from polyattn.tools.cli.output import print_json, print_rows, say
@@ -19,14 +21,17 @@ NOBODY = (
 )
 
 
-def show(pid: int | None, as_json: bool) -> int:
+def show(pid: int | None, as_json: bool, saved: Path | None) -> int:
     """Print a process's decisions, or the list of processes; 1 where there is none.
 
-    A server's processes are those that it started.
+    A server's processes are those that it started. `saved`: a file of them, in place of those that run.
     """
-    processes = list(running())
+    processes = list(running()) if saved is None else _read(saved)
     if pid is not None:
+        everyone = ", ".join(str(process.pid) for process in processes) or "none"
         processes = [process for process in processes if pid in (process.pid, *process.ancestors)]
+        if not processes and saved is not None:
+            raise SettingsError(f"--saved={saved} has no process {pid}; its processes: {everyone}")
         if not processes:
             raise SettingsError(
                 f"process {pid} has no record, nor has a process that it started: it has ended, or has "
@@ -36,12 +41,23 @@ def show(pid: int | None, as_json: bool) -> int:
     if as_json:
         print_json([asdict(process) for process in processes])
     elif not processes:
-        say(NOBODY)
+        say(NOBODY if saved is None else f"--saved={saved} has no process")
     elif len(processes) == 1:
         _print(processes[0])
     else:
         _list(processes)
     return int(not processes)
+
+
+def _read(saved: Path) -> list[Process]:
+    try:
+        return [Process(**fields) for fields in json.loads(saved.read_text(encoding="utf-8"))]
+    except OSError as error:
+        raise SettingsError(f"--saved={saved}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise SettingsError(
+            f"--saved={saved}: isn't what `polyattn why --json` prints ({describe(error)})"
+        ) from error
 
 
 def _list(processes: Sequence[Process]) -> None:

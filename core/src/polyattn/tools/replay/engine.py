@@ -149,7 +149,7 @@ class Engine:
             seconds += self.model.step(plan, [batch for _, batch in batches])
         for cross in self.crosses:
             batch = cross.batch([(i.sequence, i.count) for i in plan], self.sources)
-            seconds += cross.runner.step(batch, self.checker, stores=False)
+            seconds += cross.runner.step(batch, self.checker)
             cost += batch_cost(cross.runner.spec, batch) * len(cross.runner.layers)
         if self.encoder_only:
             cost += sum(

@@ -48,25 +48,20 @@ class ContextRunner(Runner):
         self.device, self.num_caches = self.alone.device, self.alone.num_caches
         self.shared = ContextGroup(self.group, context)
         self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
-        self.saved_bytes = 0
+        self.saved_bytes, self.seconds = 0, 0.0
 
     def paged(self) -> list[Tensor]:
         return self.alone.paged()
 
-    def step(self, batch: Batch, checker: Checker) -> float:
-        started = self.clock()
-        plan = self.shared.plan(batch)
-        seconds = self.clock() - started
+    def run(self, batch: Batch, checker: Checker) -> None:
+        plan = self.timed(self.shared.plan, batch)
         for layer, cache in zip(self.layers, self.alone.caches, strict=True):
             query, key, value = self.alone.inputs(batch.num_tokens)
             assert cache is not None
-            started = self.clock()
-            out = layer(query, key, value, cache, plan)[0]
-            seconds += self.clock() - started
+            out = self.timed(layer, query, key, value, cache, plan)
             if checker.per_step:
                 room, whole = self.shared.collected(cache, batch)
                 if isinstance(layer.layer, LatentAttention):
                     checker.check_latent(layer.layer, query, room, whole, None, out)
                 else:
                     checker.check(layer.layer, query, (None, None), room, whole, out)
-        return seconds

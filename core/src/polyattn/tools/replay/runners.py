@@ -7,8 +7,9 @@ family, all with the same `step(batch, checker)`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     Recurrent,
+    Role,
     SelectedLayers,
     SparseAttention,
     StepPlan,
@@ -91,10 +93,16 @@ class Runner:
         self.num_caches = layers.num_caches(self.count)
         self.sources = layers.kv_source[: self.count]
         self.own = [i == source for i, source in zip(layers.layers, self.sources, strict=False)]
-        self.saved_bytes = 0
+        self.saved_bytes, self.seconds = 0, 0.0
 
     def step(self, batch: Batch, checker: Checker) -> float:
-        """Run every layer over `batch`; returns the seconds that the layers took."""
+        """Run every layer over `batch`; returns the seconds that its plan and the layers took."""
+        before = self.seconds
+        self.run(batch, checker)
+        return self.seconds - before
+
+    def run(self, batch: Batch, checker: Checker) -> None:
+        """Plan a step and run every layer, all `timed`, and check the results."""
         raise NotImplementedError
 
     def draw(self, tokens: int, *shape: int) -> Tensor:
@@ -127,6 +135,12 @@ class Runner:
         }
         return [caches[source] for source in self.sources]
 
+    def owned(self, caches: Sequence[KVCache | None]) -> list[Tensor]:
+        """Return the keys and values of the caches that layers own, and the index keys."""
+        own = (c for c, own in zip(caches, self.own, strict=True) if own and c is not None)
+        stored = [t for c in own for t in ((c.key,) if c.value_in_key else (c.key, c.value))]
+        return stored + self.index_keys
+
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, or states, within every layer's cache: int64 (copies,) each."""
         for stored in map(raw, self.paged()):
@@ -148,18 +162,19 @@ class Runner:
         weights = self.draw(tokens, spec.num_heads) if spec.fold == "weighted" else None
         return self.indexer(query, keys, batch, weights)
 
-    def plan(self, batch: Batch) -> tuple[float, StepPlan]:
-        """Plan a step for all layers; returns the seconds that it took, too."""
-        started = self.clock()
-        plan = self.planned(batch)
-        return self.clock() - started, plan
-
     def planned(self, batch: Batch) -> StepPlan:
         """Plan a step; `saved_bytes` counts what its calls over shared blocks don't read again."""
         plan = self.group.plan(batch)
         saved = sum(call.saved_bytes for call in plan.calls)
         self.saved_bytes += saved * self.count
         return plan
+
+    def timed(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Return a call's result, a layer's without its LSE; `seconds` counts what it took."""
+        started = self.clock()
+        result = call(*args, **named)
+        self.seconds += self.clock() - started
+        return result[0] if isinstance(result, tuple) else result
 
     def clock(self) -> float:
         """Seconds, after the device has finished its work."""
@@ -205,26 +220,20 @@ class AttentionRunner(Runner):
             self.caches = [*self.allocate(num_blocks)]
 
     def paged(self) -> list[Tensor]:
-        pairs = zip(self.caches, self.own, strict=True)
-        return [t for cache, own in pairs if cache and own for t in (cache.key, cache.value)]
+        return self.owned(self.caches)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
         query, key, value = (self.draw(tokens, *width) for width in widths(self.spec))
         return query, key, value
 
-    def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
-        seconds, plan = self.plan(batch)
+    def run(self, batch: Batch, checker: Checker) -> None:
+        plan, stores = self.timed(self.planned, batch), self.spec.role is not Role.CROSS
         for layer, cache, own in zip(self.layers, self.caches, self.own, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
-            stored = stores and own
-            new: tuple[Tensor | None, Tensor | None] = (key, value) if stored else (None, None)
-            started = self.clock()
-            got = layer(query, *new, cache, plan)
-            seconds += self.clock() - started
-            out = got[0] if isinstance(got, tuple) else got
+            new = (key, value) if stores and own else (None, None)
+            out = self.timed(layer, query, *new, cache, plan)
             checker.check(layer, query, new, cache, batch, out)
-        return seconds
 
 
 class LatentRunner(Runner):
@@ -254,23 +263,17 @@ class LatentRunner(Runner):
             self.draw(tokens, self.latent.rope_head_size),
         )
 
-    def step(self, batch: Batch, checker: Checker) -> float:
-        seconds, plan = self.plan(batch)
+    def run(self, batch: Batch, checker: Checker) -> None:
+        plan = self.timed(self.planned, batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
-            query, latent, rope = self.inputs(batch.num_tokens)
-            own = self.own[index]
-            new: tuple[Tensor | None, Tensor | None] = (latent, rope) if own else (None, None)
-            started = self.clock()
-            choice = self.chosen(index, batch)
-            got = layer(query, *new, cache, plan, choice=choice)
-            seconds += self.clock() - started
-            out = got[0] if isinstance(got, tuple) else got
+            query, *new = self.inputs(batch.num_tokens)
+            choice = self.timed(self.chosen, index, batch)
+            stored = new if self.own[index] else (None, None)
+            out = self.timed(layer, query, *stored, cache, plan, choice=choice)
             checker.check_latent(layer, query, cache, batch, choice, out)
-        return seconds
 
     def paged(self) -> list[Tensor]:
-        caches = (cache for cache, own in zip(self.caches, self.own, strict=True) if own)
-        return [*(cache.key for cache in caches), *self.index_keys]
+        return self.owned(self.caches)
 
 
 class SparseRunner(Runner):
@@ -300,31 +303,25 @@ class SparseRunner(Runner):
             self.index(spec, num_blocks)
 
     def paged(self) -> list[Tensor]:
-        pairs = zip(self.caches, self.own, strict=True)
-        stored = [t for cache, own in pairs if own for t in (cache.key, cache.value)]
-        return [*(stored[::2] if self.caches[0].value_in_key else stored), *self.index_keys]
+        return self.owned(self.caches)
 
-    def step(self, batch: Batch, checker: Checker) -> float:
+    def run(self, batch: Batch, checker: Checker) -> None:
         spec, sparse = self.spec, self.spec.sparse
         assert sparse is not None
         step = batch
         if sparse.tokens_per_entry > 1:  # whose rows are no tokens'
             step = Batch(batch.starts, batch.lens, batch.block_table)
-        seconds, plan = self.plan(step)
+        plan = self.timed(self.planned, step)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query = self.draw(batch.num_tokens, spec.num_heads, spec.head_size)
             slots = entry_slots(batch, sparse.tokens_per_entry, cache.block_size)
             key = self.draw(len(slots), spec.num_kv_heads, spec.head_size)
             value = self.draw(len(slots), spec.num_kv_heads, spec.v_head_size)
-            started = self.clock()
             if layer.own_keys:
-                layer.store(key, None if sparse.value_in_key else value, cache, slots)
-            choice = self.chosen(index, batch)
-            got = layer(query, None, None, cache, plan, choice=choice)
-            seconds += self.clock() - started
-            out = got[0] if isinstance(got, tuple) else got
+                self.timed(layer.store, key, None if sparse.value_in_key else value, cache, slots)
+            choice = self.timed(self.chosen, index, batch)
+            out = self.timed(layer, query, None, None, cache, plan, choice=choice)
             checker.check_sparse(layer, query, cache, batch, choice, out)
-        return seconds
 
 
 class RecurrentRunner(Runner):
@@ -341,13 +338,10 @@ class RecurrentRunner(Runner):
     def paged(self) -> list[Tensor]:
         return [states.data for states in self.states]
 
-    def step(self, batch: Batch, checker: Checker) -> float:
-        seconds, plan = self.plan(batch)
+    def run(self, batch: Batch, checker: Checker) -> None:
+        plan = self.timed(self.planned, batch)
         for layer, states in zip(self.layers, self.states, strict=True):
             inputs = recurrent_inputs(self.spec, batch.num_tokens, self.generator, self.device)
             sampled = checker.sample_states(batch, states)
-            started = self.clock()
-            out = layer(*inputs, states=states, plan=plan)
-            seconds += self.clock() - started
+            out = self.timed(layer, *inputs, states=states, plan=plan)
             checker.check_recurrent(layer, inputs, states, batch, out, sampled)
-        return seconds

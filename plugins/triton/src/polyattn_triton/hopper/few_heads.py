@@ -32,9 +32,7 @@ OF_TURNED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _copy_columns(
-    to, FROM, token0, rows, start, COLUMN: gl.constexpr, LAYOUT: gl.constexpr, HEADS: gl.constexpr
-):
+def _copy_columns(to, FROM, token0, rows, start, COLUMN: gl.constexpr, LAYOUT: gl.constexpr):
     """Copy some columns of a tile's queries into shared memory, without waiting."""
     Q, q_t, q_h = FROM
     row = start + gl.arange(0, to.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -52,10 +50,8 @@ def _copy_queries(FROM, SMEM, STEP, at, stop, seq, start, HEADS: gl.constexpr):
         token0 = gl.load(STEP[1] + seq)
         rows = (gl.load(STEP[1] + seq + 1) - token0) * HEADS
         for half in gl.static_range(2):
-            _copy_columns(
-                SMEM[0].index(half), FROM, token0, rows, start, half * HALF, OF_HALF, HEADS
-            )
-        _copy_columns(SMEM[3].index(0), FROM, token0, rows, start, 2 * HALF, OF_TURNED, HEADS)
+            _copy_columns(SMEM[0].index(half), FROM, token0, rows, start, half * HALF, OF_HALF)
+        _copy_columns(SMEM[3].index(0), FROM, token0, rows, start, 2 * HALF, OF_TURNED)
         async_copy.commit_group()
 
 

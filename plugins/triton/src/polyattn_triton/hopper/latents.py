@@ -158,7 +158,6 @@ def store_half(
             lse_t,
             HEADS,
             HALF,
-            64,
             FORM[2] and GROUP == 0,
             STORED,
         )

@@ -222,8 +222,7 @@ def _attend(
 @gluon.jit
 def store_whole(
     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
-    HEADS: gl.constexpr, RANK: gl.constexpr, BLOCK_H: gl.constexpr, HAS_LSE: gl.constexpr,
-    STORED: gl.constexpr = None,
+    HEADS: gl.constexpr, RANK: gl.constexpr, HAS_LSE: gl.constexpr, STORED: gl.constexpr = None,
 ):  # fmt: skip
     """Store the outputs and LSE of a tile that only this program computes.
 
@@ -352,7 +351,7 @@ def mla_hopper_kernel(
             else:
                 store_whole(
                     acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
-                    HEADS, RANK, BLOCK_H, HAS_LSE,
+                    HEADS, RANK, HAS_LSE,
                 )  # fmt: skip
             # The next tile's copies go where this one's products read: both groups are through.
             async_copy.wait_group(0)
@@ -376,5 +375,5 @@ def mla_hopper_kernel(
         )  # fmt: skip
         store_whole(
             acc, m, l, OUT, LSE, v_scale, token0, query_len, start, o_t, o_h, lse_t,
-            HEADS, RANK, BLOCK_H, HAS_LSE,
+            HEADS, RANK, HAS_LSE,
         )  # fmt: skip

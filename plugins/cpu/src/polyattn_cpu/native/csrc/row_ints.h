@@ -1,6 +1,6 @@
 // Decode over rows of int8, and of codes that stand for integers times a unit, by products of pairs of 16-bit
 // integers, exact in 32 bits: twice as many in an instruction as of float32. Queries and weights are such
-// integers times a unit. A vector has QUARTERS of 128 bits, and of codes a quarter is a key's. Included by row_path.h.
+// integers times a unit. A vector has QUARTERS of 128 bits, and of codes a quarter is a key's. Included by row_keys.h.
 
 constexpr int INT_MOST = 32767;
 constexpr int QUARTERS = W / 4;

@@ -1,4 +1,4 @@
-// Codes in lanes, a lane a key's: words and scales of W rows, turned. Included by row_path.h where bfloat16, which
+// Codes in lanes, a lane a key's: words and scales of W rows, turned. Included by row_keys.h where bfloat16, which
 // holds a table's numbers, is multiplied.
 
 // 16 numbers, twice: a code's fifth bit may be anything. Queries lie [W words][j][word]: element 8 i + j of

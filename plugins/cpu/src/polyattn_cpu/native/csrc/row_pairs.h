@@ -1,5 +1,5 @@
 // Decode over rows of codes by products of pairs of bfloat16, which holds a table's numbers. A lane is a key,
-// whose sums need no others; of values it is a word. Included by row_path.h.
+// whose sums need no others; of values it is a word. Included by row_keys.h.
 
 // A row's scales, and least numbers, of W words' groups, again and again: [ROWS][group]. TWICE: of two rows, of half as
 // many groups each.

@@ -1,6 +1,6 @@
 // Decode over rows of codes by tile registers, of groups of 32 elements: one multiplies 16 keys, or as many elements
 // of 32 keys, by all rows of a head at once. Codes are numbers of bfloat16; keys' scales are their scores', values'
-// are the weights'. Included by row_path.h.
+// are the weights'. Included by row_keys.h.
 
 constexpr int TILE_GROUP = 32;  // elements
 constexpr int TILE_BYTES = 1024;

@@ -1,11 +1,9 @@
-"""Values of any type in a spec, a batch, a cache or a config: taken, or refused there by name."""
+"""Values of any type in a spec, a batch or a cache: taken, or refused there by name."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -13,19 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
-from polyattn.errors import (
-    BatchError,
-    CacheError,
-    ConfigError,
-    PolyattnError,
-    SelectionError,
-    SpecError,
-)
+from polyattn.errors import BatchError, CacheError, PolyattnError, SelectionError, SpecError
 from polyattn.spec.latent import LatentSpec
 from polyattn.spec.recurrent import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
-from polyattn_models import READERS, model_layers
-from tiny import CONFIG_MAPPING, tiny_values
 
 scalars = (
     st.none()
@@ -207,30 +196,3 @@ def test_what_a_layer_is_built_with(changed: dict[str, Any]) -> None:
         Attention(LAYER.group, **changed)
     except SpecError as error:
         says_a_field(error, ["k_scale", "v_scale", "sinks", "alibi_slopes"])
-
-
-TYPES = sorted(name for name in READERS if name in CONFIG_MAPPING)
-
-
-@settings(USUAL, max_examples=300)
-@given(st.data())
-def test_a_config(data: st.DataObject) -> None:
-    """Any JSON in up to three fields of any type that is read, one level down too."""
-    model_type = data.draw(st.sampled_from(TYPES))
-    values: dict[str, Any] = {"model_type": model_type} | copy.deepcopy(
-        tiny_values(CONFIG_MAPPING[model_type])
-    )
-    names = sorted({*values, "rope_scaling", "rope_parameters", "layer_types", "num_hidden_layers"})
-    changed = data.draw(changes(names, odd))
-    nested = [name for name, part in values.items() if isinstance(part, dict) and part]
-    if nested and data.draw(st.booleans()):
-        part = data.draw(st.sampled_from(nested))
-        inner = data.draw(changes(sorted(values[part]), odd))
-        changed = {part: values[part] | inner}
-    try:
-        specs = model_layers(values | changed).specs
-    except ConfigError as error:
-        assert str(error).startswith("config") and re.search(r"\w", str(error))
-        assert len(str(error)) < 3000
-        return
-    assert all(isinstance(spec, LayerSpec) for spec in specs)
