@@ -56,7 +56,8 @@ class AttentionPlan(StepPlan):
         # By a layer's own inputs, where all that a variant's functions read lies.
         self.inputs: dict[Any, Tensor] = {}
         self.lists: Tensor | None = None
-        self.chosen, self.sent = False, None
+        self.chosen = False
+        self.sent: tuple[Any, int, bytes] | None = None
         self.at_once = self.beside = self.long = 0
         self.portable: AttentionPlan | None = None
         self.widening: Widening | None = None

@@ -179,9 +179,9 @@ class Memory:
 
     def __init__(self, host: Tensor):
         self.host = host
-        self.__cuda_array_interface__ = {
-            "shape": tuple(host.shape), "typestr": "<i4", "data": (host.data_ptr(), False), "version": 3,
-        }  # fmt: skip
+        shape, address = tuple(host.shape), (host.data_ptr(), False)
+        told = {"shape": shape, "typestr": "<i4", "data": address, "version": 3}
+        self.__cuda_array_interface__ = told
 
 
 def seen_by(device: torch.device, host: Tensor) -> Tensor:
