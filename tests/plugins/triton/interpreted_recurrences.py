@@ -12,6 +12,7 @@ import math
 import os
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from polyattn import Batch, LayerSpec, Recurrent, select
@@ -19,7 +20,7 @@ from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.kernel import RecurrentSpec
 from polyattn.spec.recurrence import form_of
-from polyattn_triton import interpreter
+from polyattn_triton import interpreter, walk
 from torch import Tensor
 
 if "PLAIN_INTERPRETER" in os.environ:
@@ -68,6 +69,8 @@ STEPS = {
     "whole": ([19, 63, 1, 0], [19, 83, 9, 5]),
     "pieces": ([700], [701]),
     "long ago": ([11, 8, 7, 40], [113, 244, 60, 40]),
+    "pieces of 64": ([256, 193, 129, 64, 1, 0], [256, 200, 129, 80, 9, 5]),
+    "pieces of 128": ([256, 300, 127], [256, 310, 127]),
 }
 
 
@@ -89,6 +92,14 @@ def all_forget(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
             decay -= 40.0
 
 
+def all_remember(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
+    """Have tokens forget next to nothing, so that what several pieces leave counts."""
+    inputs["g" if "g" in inputs else "w"] *= 1e-3
+    for name in ("beta", "b"):
+        if name in inputs:
+            inputs[name] *= 0.2
+
+
 def gates_in_float32(inputs: dict[str, Tensor], params: dict[str, Tensor]) -> None:
     """Have log decays in float32, of digits that 16 bits don't hold."""
     inputs["g"] = inputs["g"].float() * 1.001
@@ -105,6 +116,10 @@ CASES = [
       for change in (None, partial(every_seventh, -math.inf), partial(every_seventh, 0.0))),
     ("kda float16", "long chunks", gates_in_float32),
     *(("gdn", "long chunks", partial(every_seventh, rate)) for rate in (-900.0, -1e6, -math.inf)),
+    *((kind, "pieces of 64", None) for kind in ("mamba2", "linear")),
+    *((f"{kind} float16", "pieces of 64", change) for kind in ("gdn", "kda", "rwkv7")
+      for change in (all_remember, partial(every_seventh, -math.inf))),
+    ("gdn float16", "pieces of 128", None),
     *(("mamba2", "long chunks", partial(long_steps, size)) for size in (900.0, 1e30)),
 ]  # fmt: skip
 
@@ -119,17 +134,22 @@ def errors(spec: LayerSpec, step: str, change: Any, seed: int) -> tuple[float, f
         change(named, params)
     token = spec.kind.value in ("rg_lru", "phi_linear", "rwkv6")
     backend = "TRITON_TOKEN_SCAN" if token else "TRITON_SCAN"
-    layer = Recurrent(select(spec, "cpu", backend=backend), **params)
-    states = layer.group.allocate_states(len(lens) + 1)
-    states.data.copy_(recurrent_state(spec, tuple(states.data.shape), generator))
-    slots = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)]
-    batch = Batch.from_lens(queries, lens, state_slots=slots)
-    out, after = reference.forward(spec, named, params, states.data, batch)
-    found = layer(*named.values(), states=states, plan=batch)
-    wrong = (states.data - after).flatten(1).norm(dim=1) / after.flatten(1).norm(dim=1)
-    plans = [call.plan for call in layer.group.plan(batch).calls] if token else []
-    pieces = [plan.pieces.count for plan in plans if plan.pieces is not None]
-    return float((found - out).abs().max() / out.abs().max()), float(wrong.max()), sum(pieces)
+    cut = walk.tokens_of_piece
+    if "pieces of" in step:
+        cut = lambda *_: int(step.split()[-1])  # noqa: E731
+    with patch.object(walk, "tokens_of_piece", cut):
+        layer = Recurrent(select(spec, "cpu", backend=backend), **params)
+        states = layer.group.allocate_states(len(lens) + 1)
+        states.data.copy_(recurrent_state(spec, tuple(states.data.shape), generator))
+        slots = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)]
+        batch = Batch.from_lens(queries, lens, state_slots=slots)
+        out, after = reference.forward(spec, named, params, states.data, batch)
+        found = layer(*named.values(), states=states, plan=batch)
+        wrong = (states.data - after).flatten(1).norm(dim=1) / after.flatten(1).norm(dim=1)
+        plans = [call.plan for call in layer.group.plan(batch).calls]
+        pieces = [plan.pieces if token else plan.walked for plan in plans]
+    count = sum(some.count for some in pieces if some is not None)
+    return float((found - out).abs().max() / out.abs().max()), float(wrong.max()), count
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.token import channel_kernel, elu_plus_one, relu
 from polyattn_triton.launch import Launcher, multiprocessors, power
 from polyattn_triton.selective import Pieces
+from polyattn_triton.walk import Walk
 
 VALUES, OF_128 = 32, 64
 """Value channels that a program holds which takes a token at a time, each with all keys; and with 128
@@ -72,11 +73,11 @@ def pair_options(spec: LayerSpec, arch: str) -> dict[str, int]:
     return {"num_warps": prompt_config(spec, arch).chunk // 16, "num_stages": 1}
 
 
-def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
-    """Return `chunk_kernel`'s constants, in its order."""
+def chunk_constants(spec: LayerSpec, arch: str, part: str = "whole") -> tuple[Any, ...]:
+    """Return `chunk_kernel`'s constants, in its order. `part`: of pieces "left" or "out"."""
     config, keys, values = prompt_config(spec, arch), spec.head_size, spec.v_head_size
     block = min(config.block_v, power(values))
-    return keys, values, power(keys), block, config.chunk, spec.kind is AttentionKind.KDA
+    return keys, values, power(keys), block, config.chunk, spec.kind is AttentionKind.KDA, part
 
 
 def by_token(
@@ -115,7 +116,7 @@ def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 def walk_options(spec: LayerSpec, arch: str, each: float = 0.0) -> dict[str, int]:
     """Return the options that `chunk_kernel` is launched with. `each`: programs of a multiprocessor.
 
-    They don't depend on the batch where bits may not.
+    They don't depend on the batch where bits may not. (What pieces leave takes registers: of "out" 0.)
     """
     config = prompt_config(spec, arch)
     many = each > MANY and power(spec.head_size) == 128 and not spec.batch_invariant
@@ -128,7 +129,7 @@ class Channels:
     def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
         self.spec, self.arch = spec, arch
         self.config = prompt_config(spec, arch)
-        self.constants = chunk_constants(spec, arch)
+        self.walk = Walk(spec, arch, device)
         small, wide = (2, 3) if spec.kind is AttentionKind.KDA else (4, 4)
         self.row = small * self.config.chunk + wide * spec.head_size
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
@@ -142,8 +143,9 @@ class Channels:
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
         chunks: Pieces,
+        pieces: Pieces | None,
     ) -> None:
-        """Run a step. `tensors`, `meta`: as `by_token`."""
+        """Run a step. `tensors`, `meta`: as `by_token`; `pieces`: as `Deltas` has them."""
         spec, (q, k, v, g, beta, a, b) = self.spec, tensors
         heads, (starts, _, slots) = spec.num_heads, meta
         per_token, places = heads * self.row, slots.numel() + len(q) // self.config.chunk + 1
@@ -159,13 +161,14 @@ class Channels:
             pair_constants(spec, self.arch),
             pair_options(spec, self.arch),
         )
-        grid = (slots.numel(), heads, triton.cdiv(spec.v_head_size, self.constants[3]))
-        _chunk(
-            grid,
-            (v, work, whole, out, states, *meta),
-            (spec.scale,),
-            (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
-            (),
-            self.constants,
-            walk_options(spec, self.arch, math.prod(grid) / multiprocessors(q.device)),
-        )
+        for part, grid, left, cells, size in self.walk.launches(slots.numel(), pieces):
+            each = 0.0 if part == "out" else math.prod(grid) / multiprocessors(q.device)
+            _chunk(
+                grid,
+                (v, work, whole, out, states, left, *meta, *cells),
+                (spec.scale,),
+                (*strides[4:6], *along, *out.stride()[:2], *states.stride()[:2]),
+                (size,),
+                chunk_constants(spec, self.arch, part),
+                walk_options(spec, self.arch, each),
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec, at_least
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from polyattn_triton.configs import prompt_config
 from polyattn_triton.kernels.delta import delta_kernel, system_kernel
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.selective import Pieces
+from polyattn_triton.walk import Walk
 
 FACTORS = 4
 """Of a token and head, float32."""
@@ -27,11 +27,11 @@ def system_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
     return each, keys, power(keys), prompt_config(spec, arch).chunk, spec.recurrent.qk_norm
 
 
-def delta_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
-    """Return `delta_kernel`'s constants, in its order."""
+def delta_constants(spec: LayerSpec, arch: str, part: str = "whole") -> tuple[Any, ...]:
+    """Return `delta_kernel`'s constants, in its order. `part`: of pieces "left" or "out"."""
     keys, values = spec.head_size, spec.v_head_size
     config, each = prompt_config(spec, arch), spec.num_heads // spec.num_kv_heads
-    return each, keys, values, power(keys), min(config.block_v, power(values)), config.chunk
+    return each, keys, values, power(keys), min(config.block_v, power(values)), config.chunk, part
 
 
 class Deltas:
@@ -42,6 +42,7 @@ class Deltas:
         self.row = 2 * prompt_config(spec, arch).chunk
         self.work = torch.empty(0, dtype=STORAGE_DTYPES[spec.dtype], device=device)
         self.factors = torch.empty(0, dtype=torch.float32, device=device)
+        self.walk = Walk(spec, arch, device)
         self._outgrown: list[Tensor] = []
 
     def __call__(
@@ -51,8 +52,12 @@ class Deltas:
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
         chunks: Pieces,
+        pieces: Pieces | None,
     ) -> None:
-        """Run a step. `tensors`: q, k, v, g, beta; `meta`: sequences' starts, lengths and slots."""
+        """Run a step. `tensors`: q, k, v, g, beta; `meta`: sequences' starts, lengths and slots.
+
+        `pieces`: of sequences that are walked side by side; None: whole ones.
+        """
         spec, (q, k, v, g, beta) = self.spec, tensors
         heads, tokens, (starts, _, slots) = spec.num_heads, len(q), meta
         self.work = work = at_least(self.work, tokens * heads * self.row, self._outgrown)
@@ -65,13 +70,14 @@ class Deltas:
             (), (*of_keys, g.stride(0), beta.stride(0), *along), (tokens,),
             system_constants(spec, self.arch), SYSTEM_OPTIONS,
         )  # fmt: skip
-        config, constants = prompt_config(spec, self.arch), delta_constants(spec, self.arch)
-        _delta(
-            (slots.numel(), heads, triton.cdiv(spec.v_head_size, constants[4])),
-            (q, k, v, work, factors, out, states, *meta), (spec.scale,),
-            (
-                *of_keys, v.stride(0), v.stride(1), *along, out.stride(0), out.stride(1),
-                states.stride(0), states.stride(1),
-            ),
-            (tokens,), constants, {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        )  # fmt: skip
+        config = prompt_config(spec, self.arch)
+        for part, grid, left, cells, size in self.walk.launches(slots.numel(), pieces):
+            _delta(
+                grid, (q, k, v, work, factors, out, states, left, *meta, *cells), (spec.scale,),
+                (
+                    *of_keys, v.stride(0), v.stride(1), *along, out.stride(0), out.stride(1),
+                    states.stride(0), states.stride(1),
+                ),
+                (tokens, size), delta_constants(spec, self.arch, part),
+                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            )  # fmt: skip

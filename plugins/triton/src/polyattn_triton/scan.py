@@ -33,6 +33,7 @@ from polyattn_triton.selective import (
     selective_constants,
     widest_words,
 )
+from polyattn_triton.walk import GATED, Walk, key_value_sizes
 
 CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64
 CHANNELS = (AttentionKind.KDA, AttentionKind.RWKV7)
@@ -42,16 +43,8 @@ _mamba1 = Launcher(mamba1_kernel)
 _gated, _step = Launcher(gated_kernel), Launcher(step_kernel)
 
 
-def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
-    """Return the state's sizes along keys and values: Mamba-2's are N and its head size."""
-    assert spec.recurrent is not None
-    if spec.kind is AttentionKind.MAMBA2:
-        return spec.recurrent.state_size, spec.head_size
-    return spec.head_size, spec.v_head_size
-
-
 def scan_constants(spec: LayerSpec, phase: str, params: frozenset[str]) -> tuple[Any, ...]:
-    """Return the constants of `spec`'s kernel for `phase`, in its order.
+    """Return the constants of `spec`'s kernel for `phase`, in its order, but for a walk's part.
 
     A phase may be "drafts" too, or "tokens": a prefill that has a decode's bits.
     """
@@ -108,13 +101,15 @@ class ScanPlan(Plan):
     """The step's metadata on the device.
 
     `pieces`: of a prefill: a convolution's tiles of tokens, KDA's and RWKV-7's chunks; others' parts of
-    sequences, None where they are whole. `config`: Mamba-1's. `targets`: of drafts, where the state
-    after each token goes. A captured step's prompts are a prefill however short they are.
+    sequences, None where they are whole, as `walked` has of sequences whose chunks are `pieces`.
+    `config`: Mamba-1's. `targets`: of drafts, where the state after each token goes. A captured step's
+    prompts are a prefill however short they are.
     """
 
-    __slots__ = ("config", "phase", "pieces", "seq_lens", "slots", "starts", "targets")
+    __slots__ = ("config", "phase", "pieces", "seq_lens", "slots", "starts", "targets", "walked")
     config: SelectiveConfig | None
     pieces: Pieces | None
+    walked: Pieces | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
@@ -124,7 +119,8 @@ class ScanPlan(Plan):
         if self.targets is not None:
             self.phase = "drafts"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.config, self.pieces = batch.state_slots, None, None
+        self.slots, self.config = batch.state_slots, None
+        self.pieces = self.walked = None
 
     def take(self, captured: Plan | None) -> bool:
         """Take a captured plan's pieces, which its graph reads; of prompts they become this step's.
@@ -137,8 +133,10 @@ class ScanPlan(Plan):
         if batch.num_contexts is None and captured.batch.starts != batch.starts:
             return False
         self.config, self.pieces = captured.config, captured.pieces
-        if batch.num_contexts is not None and self.pieces is not None:
-            self.pieces.fill(batch)
+        self.walked = captured.walked
+        for pieces in (self.pieces, self.walked):
+            if batch.num_contexts is not None and pieces is not None:
+                pieces.fill(batch)
         return True
 
     @property
@@ -175,7 +173,11 @@ class TritonScan(RecurrentBackend):
             self._channels = Channels(spec, device.arch, self.torch_device)
         elif spec.kind is AttentionKind.GDN:
             self._deltas = Deltas(spec, device.arch, self.torch_device)
-        if self._channels or self._deltas:
+        walks = self._channels or self._deltas
+        self._walk = walks.walk if walks else None
+        if spec.kind in GATED:
+            self._walk = Walk(spec, device.arch, self.torch_device)
+        if walks:
             self._tile = prompt_config(spec, device.arch).chunk
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
@@ -187,6 +189,8 @@ class TritonScan(RecurrentBackend):
             return plan
         if self._tile:
             plan.pieces = Pieces(batch, self._tile)
+        if self._walk is not None:
+            plan.walked = self._walk.cut(batch)
         elif self._selective is not None:
             plan.config, plan.pieces = self._selective.cut(batch)
         return plan
@@ -198,7 +202,7 @@ class TritonScan(RecurrentBackend):
         if self._deltas is not None and plan.phase == "prefill":
             if plan.pieces is not None and plan.pieces.count:
                 tensors = tuple(frame.inputs[x] for x in ("q", "k", "v", "g", "beta"))
-                self._deltas(tensors, frame.out, frame.states, plan.meta, plan.pieces)
+                self._deltas(tensors, frame.out, frame.states, plan.meta, plan.pieces, plan.walked)
             return
         names, phase = frozenset(frame.params), plan.phase
         constants = self._constants.get((phase, names))
@@ -220,7 +224,7 @@ class TritonScan(RecurrentBackend):
         if plan.phase != "prefill":
             by_token(self.spec, tensors, out, states, plan.meta, TOKEN_OPTIONS, plan.targets)
         elif plan.pieces is not None and plan.pieces.count:
-            self._channels(tensors, out, states, plan.meta, plan.pieces)
+            self._channels(tensors, out, states, plan.meta, plan.pieces, plan.walked)
 
     def _convolve(self, plan: ScanPlan, frame: RecurrentFrame, constants: tuple[Any, ...]) -> None:
         x, out, states = frame.inputs["x"], frame.out, frame.states
@@ -282,21 +286,22 @@ class TritonScan(RecurrentBackend):
         z = inputs.get("z", v)
         of_z = z.stride()[:2]
         to, each = plan.goal
-        grid = (
-            plan.batch.num_seqs,
-            spec.num_heads,
-            triton.cdiv(key_value_sizes(spec)[1], constants[4]),
-        )
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         o = (out.stride(0), out.stride(1))
         scale = (1.0 if mamba else spec.scale,)
         if phase == "decode":
+            blocks = triton.cdiv(key_value_sizes(spec)[1], constants[4])
             _step(
-                grid, (q, k, v, dt, g, beta, rate, *optional, z, out, states, *plan.meta, to), scale,
+                (plan.batch.num_seqs, spec.num_heads, blocks),
+                (q, k, v, dt, g, beta, rate, *optional, z, out, states, *plan.meta, to), scale,
                 (*strides, *rows, *of_z, *o, s[0], s[1], each, *along), (), constants, options,
             )  # fmt: skip
-        else:
+            return
+        assert self._walk is not None
+        tensors = (q, k, v, dt, g, rate, *optional, z, out, states)
+        for part, grid, left, cells, size in self._walk.launches(plan.batch.num_seqs, plan.walked):
             _gated(
-                grid, (q, k, v, dt, g, rate, *optional, z, out, states, *plan.meta), scale,
-                (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (), constants, options,
+                grid, (*tensors, left, *plan.meta, *cells), scale,
+                (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (size,), (*constants, part),
+                options,
             )  # fmt: skip

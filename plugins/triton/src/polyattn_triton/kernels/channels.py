@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.kernels.delta import solved
-from polyattn_triton.kernels.scan import LEAST, chunk_of, sequence_of, state_of
+from polyattn_triton.kernels.scan import LEAST, chunk_of, leave, left_place, piece_of, state_of
 from polyattn_triton.kernels.tiles import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -167,31 +167,37 @@ def whole_place(seq, begin, head, heads, KS: tl.constexpr, CHUNK: tl.constexpr):
     return ((seq + begin // CHUNK).to(tl.int64) * heads + head) * KS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["piece_tokens"])
 def chunk_kernel(
-    V, WORK, WHOLE, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    v_t, v_h, w_t, w_h, o_t, o_h, st_s, st_h,
+    V, WORK, WHOLE, OUT, STATE, LEFT, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, scale,
+    v_t, v_h, w_t, w_h, o_t, o_h, st_s, st_h, piece_tokens,
     KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr, DELTA: tl.constexpr,
+    CHUNK: tl.constexpr, DELTA: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's chunks one after another. Grid: (sequences, heads, value blocks).
-
-    The state is (values, keys), so that a product's result is the next one's left side in place.
-    """
-    seq = tl.program_id(0)
+    """A sequence's or piece's chunks one after another, as `delta_kernel`. Grid: the same."""
+    piece = tl.program_id(0)
     head = tl.program_id(1)
-    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
-    if count == 0:
+    slot, start, count, begun, begin, stop = piece_of(
+        piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
+    )
+    if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
         return
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if PART == "left" and begin == 0 and tl.program_id(2) * BLOCK_V >= VS:
+        return  # nothing comes before the first one
     rows = tl.arange(0, CHUNK)
     k_ok = (kk < KS)[None, :]
-    place, there, h = state_of(STATE + slot * st_s + head * st_h, kk, vv, begun, KS, VS)
+    LEFT += left_place(piece, head, KS, VS, BLOCK_K, BLOCK_V)
+    STATE += slot * st_s + head * st_h
     kind: tl.constexpr = V.dtype.element_ty
+    place, there, h = state_of(
+        STATE, LEFT, kk, vv, begin, begun, piece_tokens, KS, VS, BLOCK_K, BLOCK_V, PART, kind
+    )
+    seq = piece if PART == "whole" else tl.load(PIECE_SEQ + piece)
     WORK += head * w_h
     WIDE: tl.constexpr = (2 if DELTA else 4) * CHUNK
-    for first in range(0, count, CHUNK):
+    for first in range(begin, stop, CHUNK):
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
@@ -224,9 +230,13 @@ def chunk_kernel(
             y = tl.dot(v, of_k, y, input_precision="ieee")
             h = tl.dot(put, until, h * whole, input_precision="ieee")
             h = tl.dot(v, until_k, h, input_precision="ieee")
-        tl.store(
-            OUT + row[None, :] * o_t + head * o_h + vv[:, None],
-            (y * scale).to(OUT.dtype.element_ty),
-            mask=(at < count)[None, :] & (vv < VS)[:, None],
-        )
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=there)
+        if PART != "left":  # whose outputs nobody computes
+            tl.store(
+                OUT + row[None, :] * o_t + head * o_h + vv[:, None],
+                (y * scale).to(OUT.dtype.element_ty),
+                mask=(at < count)[None, :] & (vv < VS)[:, None],
+            )
+    if PART == "left":
+        leave(LEFT, h, kk, vv, VS, BLOCK_K, BLOCK_V, kind)
+    elif stop == count:
+        tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

@@ -7,7 +7,14 @@ solves every chunk's by itself; `delta_kernel` walks a sequence's chunks with th
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import chunk_decays, chunk_of, sequence_of, state_of
+from polyattn_triton.kernels.scan import (
+    chunk_decays,
+    chunk_of,
+    leave,
+    left_place,
+    piece_of,
+    state_of,
+)
 from polyattn_triton.kernels.tiles import load_tile
 
 
@@ -99,54 +106,67 @@ def _unit(x):
     return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "piece_tokens"])
 def delta_kernel(
-    Q, K, V, WORK, FACTORS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, w_t, w_h, o_t, o_h, st_s, st_h, tokens,
+    Q, K, V, WORK, FACTORS, OUT, STATE, LEFT, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START,
+    scale, q_t, q_g, k_t, k_g, v_t, v_h, w_t, w_h, o_t, o_h, st_s, st_h, tokens, piece_tokens,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's chunks one after another. Grid: (sequences, heads, value blocks).
+    """A sequence's or piece's chunks one after another. Grid: (sequences or pieces, heads, blocks).
 
-    The state is (values, keys), so that a product's result is the next one's left side in place.
+    Blocks are of values; of "left" then of keys, too. The state is (values, keys), so that a product's
+    result is the next one's left side in place.
     """
-    seq = tl.program_id(0)
+    piece = tl.program_id(0)
     head = tl.program_id(1)
-    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
-    if count == 0:
+    slot, start, count, begun, begin, stop = piece_of(
+        piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
+    )
+    if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
         return
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if PART == "left" and begin == 0 and tl.program_id(2) * BLOCK_V >= VS:
+        return  # nothing comes before the first one
     rows = tl.arange(0, CHUNK)
-    place, there, h = state_of(STATE + slot * st_s + head * st_h, kk, vv, begun, KS, VS)
+    LEFT += left_place(piece, head, KS, VS, BLOCK_K, BLOCK_V)
+    STATE += slot * st_s + head * st_h
     kind: tl.constexpr = V.dtype.element_ty
+    place, there, h = state_of(
+        STATE, LEFT, kk, vv, begin, begun, piece_tokens, KS, VS, BLOCK_K, BLOCK_V, PART, kind
+    )
     group = head // EACH
     WORK += head * w_h
     FACTORS += head.to(tl.int64) * (4 * tokens)
-    for first in range(0, count, CHUNK):
+    for first in range(begin, stop, CHUNK):
         at = first + rows
         ok = at < count
         row = (start + at).to(tl.int64)
-        q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
         v = tl.trans(load_tile(V + row * v_t + head * v_h, vv, ok, VS))
         work = WORK + row[:, None] * w_t + rows[None, :]
         solve = tl.load(work, mask=ok[:, None], other=0.0)
-        pairs = tl.load(work + CHUNK, mask=ok[:, None], other=0.0)
-        since_q = tl.load(FACTORS + row, mask=ok, other=0.0)
         since = tl.load(FACTORS + tokens + row, mask=ok, other=0.0)
         until = tl.load(FACTORS + 2 * tokens + row, mask=ok, other=0.0)
         whole = tl.load(FACTORS + 3 * tokens + start + first)
         held = h.to(kind)
         read = tl.dot(held, tl.trans(k), input_precision="ieee") * since[None, :]
-        y = tl.dot(held, tl.trans(q), input_precision="ieee") * since_q[None, :]
         read = (v.to(tl.float32) - read).to(kind)
         fresh = tl.dot(read, tl.trans(solve), input_precision="ieee")
-        y = tl.dot(fresh.to(kind), tl.trans(pairs), y, input_precision="ieee")
+        if PART != "left":
+            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
+            pairs = tl.load(work + CHUNK, mask=ok[:, None], other=0.0)
+            since_q = tl.load(FACTORS + row, mask=ok, other=0.0)
+            y = tl.dot(held, tl.trans(q), input_precision="ieee") * since_q[None, :]
+            y = tl.dot(fresh.to(kind), tl.trans(pairs), y, input_precision="ieee")
+            tl.store(
+                OUT + row[None, :] * o_t + head * o_h + vv[:, None],
+                (y * scale).to(OUT.dtype.element_ty),
+                mask=(at < count)[None, :] & (vv < VS)[:, None],
+            )
         h = tl.dot((fresh * until[None, :]).to(kind), k, h * whole, input_precision="ieee")
-        tl.store(
-            OUT + row[None, :] * o_t + head * o_h + vv[:, None],
-            (y * scale).to(OUT.dtype.element_ty),
-            mask=(at < count)[None, :] & (vv < VS)[:, None],
-        )
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=there)
+    if PART == "left":
+        leave(LEFT, h, kk, vv, VS, BLOCK_K, BLOCK_V, kind)
+    elif stop == count:
+        tl.store(place, h.to(STATE.dtype.element_ty), mask=there)

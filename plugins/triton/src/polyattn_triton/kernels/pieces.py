@@ -8,32 +8,11 @@ Few long sequences are cut: a first launch ("left") finds what every piece leave
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.scan import _softplus
+from polyattn_triton.kernels.scan import _softplus, piece_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 AT_ONCE = tl.constexpr(8)
 """Pieces before a piece that are loaded at once."""
-
-
-@triton.jit
-def _piece(
-    piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART: tl.constexpr
-):
-    """A piece's slot, its sequence's first token and number of tokens (0: nothing to do), whether the
-    state began, and the piece's own first token and end in the sequence.
-    """
-    seq = piece
-    first = 0
-    if PART != "whole":
-        seq = tl.load(PIECE_SEQ + piece)
-        first = tl.load(PIECE_START + piece)
-    slot = tl.load(STATE_SLOTS + seq)
-    start = tl.load(STARTS + seq)
-    count = tl.where(slot < 0, 0, tl.load(STARTS + seq + 1) - start)
-    end = count
-    if PART != "whole":
-        end = tl.minimum(first + piece_tokens, count)
-    return slot, start, count, tl.load(SEQ_LENS + seq) > count, first, end
 
 
 @triton.jit
@@ -88,7 +67,7 @@ def unit_pieces_kernel(
     tokens that are loaded before their turn.
     """
     piece = tl.program_id(0)
-    slot, start, count, begun, first, stop = _piece(
+    slot, start, count, begun, first, stop = piece_of(
         piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
     )
     if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
@@ -163,7 +142,7 @@ def phi_kernel(
     """
     piece = tl.program_id(0)
     head = tl.program_id(1)
-    slot, start, count, begun, first, stop = _piece(
+    slot, start, count, begun, first, stop = piece_of(
         piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
     )
     if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused

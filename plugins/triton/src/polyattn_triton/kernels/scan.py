@@ -27,6 +27,27 @@ def sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS):
 
 
 @triton.jit
+def piece_of(
+    piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART: tl.constexpr
+):
+    """A piece's slot, its sequence's first token and number of tokens (0: nothing to do), whether the
+    state began, and the piece's own first token and end in the sequence.
+    """
+    seq = piece
+    first = 0
+    if PART != "whole":
+        seq = tl.load(PIECE_SEQ + piece)
+        first = tl.load(PIECE_START + piece)
+    slot = tl.load(STATE_SLOTS + seq)
+    start = tl.load(STARTS + seq)
+    count = tl.where(slot < 0, 0, tl.load(STARTS + seq + 1) - start)
+    end = count
+    if PART != "whole":
+        end = tl.minimum(first + piece_tokens, count)
+    return slot, start, count, tl.load(SEQ_LENS + seq) > count, first, end
+
+
+@triton.jit
 def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
     """A program's sequence, its chunk's first token, and the tokens from there on, 0 without slot."""
     seq = tl.load(TILE_SEQ + tl.program_id(0))
@@ -36,11 +57,91 @@ def chunk_of(TILE_SEQ, TILE_START, STARTS, STATE_SLOTS):
 
 
 @triton.jit
-def state_of(STATE, kk, vv, begun, KS: tl.constexpr, VS: tl.constexpr):
-    """A program's part of a head's state as (values, keys): its place, and its content in float32."""
+def state_of(
+    STATE,
+    LEFT,
+    kk,
+    vv,
+    first,
+    begun,
+    piece_tokens,
+    KS: tl.constexpr,
+    VS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """A program's part of a head's state as (values, keys): its place, and its content in float32.
+
+    `LEFT`: a piece's and head's place in (pieces, heads, rows, BLOCK_K), which "left" fills. A row of
+    values is what the piece leaves of no state; one of keys, in blocks of their own behind these, what
+    it makes of 1 in this key. Before "out" a piece's values are those that the ones before it leave.
+    """
     place = STATE + kk[None, :] * VS + vv[:, None]
     there = (kk < KS)[None, :] & (vv < VS)[:, None]
-    return place, there, tl.load(place, mask=there & begun, other=0.0).to(tl.float32)
+    h = tl.load(place, mask=there & begun & (first == 0), other=0.0).to(tl.float32)
+    VALUES: tl.constexpr = (VS + BLOCK_V - 1) // BLOCK_V * BLOCK_V
+    ROWS: tl.constexpr = VALUES + (KS + BLOCK_V - 1) // BLOCK_V * BLOCK_V
+    if PART == "left":
+        h += tl.where((vv - VALUES)[:, None] == kk[None, :], 1.0, 0.0)
+    if PART == "out":
+        earlier = first // piece_tokens
+        each = tl.num_programs(1).to(tl.int64) * (ROWS * BLOCK_K)
+        own = vv[:, None] * BLOCK_K + kk[None, :]
+        keys = (VALUES + kk)[:, None] * (2 * BLOCK_K) + kk[None, :]
+        held = (kk < KS)[:, None]
+        h += tl.load(LEFT - earlier * each + own, mask=there & (first > 0), other=0.0)
+        for i in tl.range(1, earlier, num_stages=1):  # more would fill the shared memory
+            before = LEFT - (earlier - i) * each
+            through = before.to(tl.pointer_type(kind)) + keys
+            more = tl.load(before + own)
+            high = h.to(kind)
+            more = tl.dot(high, tl.load(through + BLOCK_K, mask=held, other=0.0), more)
+            most = tl.load(through, mask=held, other=0.0)
+            more = tl.dot((h - high.to(tl.float32)).to(kind), most, more)
+            h = tl.dot(high, most, more)
+    return place, there, h
+
+
+@triton.jit
+def leave(
+    LEFT,
+    h,
+    kk,
+    vv,
+    VS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Store what "left" finds, as `state_of` reads it: a key's row as its two halves, of 16 bits each."""
+    if tl.program_id(2) * BLOCK_V < VS:
+        tl.store(LEFT + vv[:, None] * BLOCK_K + kk[None, :], h)
+    else:
+        place = LEFT.to(tl.pointer_type(kind)) + vv[:, None] * (2 * BLOCK_K) + kk[None, :]
+        high = h.to(kind)
+        tl.store(place, high)
+        tl.store(place + BLOCK_K, (h - high.to(tl.float32)).to(kind))
+
+
+@triton.jit
+def left_place(
+    piece, head, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """The place of a piece's head in what pieces leave, as `state_of` has it."""
+    ROWS: tl.constexpr = (VS + BLOCK_V - 1) // BLOCK_V + (KS + BLOCK_V - 1) // BLOCK_V
+    return (piece.to(tl.int64) * tl.num_programs(1) + head) * (ROWS * BLOCK_V * BLOCK_K)
+
+
+@triton.jit
+def _wide_dot(x, y, more, kind: tl.constexpr):
+    """Return x y + more of float32. Products have twice the digits of `kind`, of 16 bits."""
+    x_high = x.to(kind)
+    y_high = y.to(kind)
+    more = tl.dot(x_high, (y - y_high.to(tl.float32)).to(kind), more)
+    more = tl.dot((x - x_high.to(tl.float32)).to(kind), y_high, more)
+    return tl.dot(x_high, y_high, more)
 
 
 @triton.jit
@@ -179,29 +280,44 @@ def chunk_decays(g, past, at, first, count, CHUNK: tl.constexpr, EXACT: tl.const
     return since, between, tl.exp(to_end), tl.sum(tl.where(last, since, 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["piece_tokens"])
 def gated_kernel(
-    Q, K, V, DT, G, A, D, DT_BIAS, Z, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, z_t, z_h, o_t, o_h, st_s, st_h, st_k, st_v,
+    Q, K, V, DT, G, A, D, DT_BIAS, Z, OUT, STATE, LEFT, STARTS, SEQ_LENS, STATE_SLOTS,
+    PIECE_SEQ, PIECE_START, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, z_t, z_h, o_t, o_h, st_s, st_h, st_k, st_v, piece_tokens,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, MAMBA: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Mamba-2 (q = C, k = B, v = dt x, g = dt A) and linear attention (g constant), in chunks.
 
-    Grid: (sequences, heads, value blocks).
+    Grid: (sequences or pieces, heads, value blocks). Of `piece_tokens` tokens "left" writes what a piece
+    leaves of no state to LEFT (pieces, heads, BLOCK_K, values), and behind these what decays in it
+    (pieces, heads); "out" starts from what the pieces before it leave.
     """
-    seq = tl.program_id(0)
+    piece = tl.program_id(0)
     head = tl.program_id(1)
-    slot, start, count, begun = sequence_of(seq, STARTS, SEQ_LENS, STATE_SLOTS)
-    if count == 0:
+    slot, start, count, begun, begin, stop = piece_of(
+        piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
+    )
+    if count == 0 or (PART == "left" and stop == count):  # the last one's rest is unused
         return
     kk = tl.arange(0, BLOCK_K)
     vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_ok = kk < KS
     v_ok = vv < VS
     place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
+    from_state = begun & (begin == 0)
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & from_state, other=0.0).to(tl.float32)
+    own = piece.to(tl.int64) * tl.num_programs(1) + head
+    WIDE: tl.constexpr = (VS + BLOCK_V - 1) // BLOCK_V * BLOCK_V
+    inner = kk[:, None] * WIDE + vv[None, :]
+    DECAYS = LEFT + tl.num_programs(0).to(tl.int64) * (tl.num_programs(1) * (BLOCK_K * WIDE))
+    if PART == "out":
+        for back in range(begin // piece_tokens, 0, -1):
+            before = own - back * tl.num_programs(1)
+            h = h * tl.load(DECAYS + before) + tl.load(LEFT + before * (BLOCK_K * WIDE) + inner)
+    decays = 1.0
     rate = tl.load(A + head)
     if HAS_D:
         skip = tl.load(D + head)
@@ -210,15 +326,15 @@ def gated_kernel(
     group = head // EACH
     rows = tl.arange(0, CHUNK)
     past = rows[:, None] >= rows[None, :]
+    kind: tl.constexpr = K.dtype.element_ty  # float32 where B and C are
     EXACT: tl.constexpr = MAMBA and V.dtype.element_ty == tl.float32  # equal rates need it never
-    for first in range(0, count, CHUNK):
+    for first in range(begin, stop, CHUNK):
         at = first + rows
-        ok = at < count
+        ok = at < stop
         row = (start + at).to(tl.int64)
-        q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
         x = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
-        v = x
+        wide = x.to(tl.float32)
         if MAMBA:
             dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
             if HAS_BIAS:
@@ -227,20 +343,30 @@ def gated_kernel(
                 dt = _softplus(dt)
             dt = tl.where(ok, dt, 0.0)
             g = dt * rate
-            v = (x.to(tl.float32) * dt[:, None]).to(k.dtype)  # float32 where B and C are
+            wide *= dt[:, None]
         else:
             g = tl.where(ok, rate, 0.0)
-        since, between, until, whole = chunk_decays(g, past, at, first, count, CHUNK, EXACT)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
-        y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
-        y = tl.dot(s.to(v.dtype), v, y, input_precision="ieee")
-        kept = (k.to(tl.float32) * until[:, None]).to(k.dtype)
-        h = tl.dot(tl.trans(kept), v, h * whole, input_precision="ieee")
-        y = y * scale
-        if HAS_D:
-            y += skip * x.to(tl.float32)
-        if GATED:
-            at_z = row[:, None] * z_t + head * z_h + vv[None, :]
-            y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
-        store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
-    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
+        v = wide.to(kind)
+        since, between, until, whole = chunk_decays(g, past, at, first, stop, CHUNK, EXACT)
+        if PART != "left":
+            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
+            y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
+            y = tl.dot(s.to(kind), v, y, input_precision="ieee") * scale
+            if HAS_D:
+                y += skip * x.to(tl.float32)
+            if GATED:
+                at_z = row[:, None] * z_t + head * z_h + vv[None, :]
+                y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
+            store_tile(OUT + row * o_t + head * o_h, y, vv, ok, VS)
+        if PART == "left":  # whose registers hold no outputs: the values, which are fewer, decay
+            v = (wide * until[:, None]).to(kind)
+        else:
+            k = (k.to(tl.float32) * until[:, None]).to(kind)
+        h = tl.dot(tl.trans(k), v, h * whole, input_precision="ieee")
+        decays *= whole
+    if PART == "left":
+        tl.store(LEFT + own * (BLOCK_K * WIDE) + inner, h)
+        tl.store(DECAYS + own, decays)  # the same of each block of values
+    elif stop == count:
+        tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.kernels.pieces import _piece
-from polyattn_triton.kernels.scan import _softplus, gated
+from polyattn_triton.kernels.scan import _softplus, gated, piece_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -114,7 +113,7 @@ def selective_kernel(
     channels); or "out", which starts from these.
     """
     piece = tl.program_id(0)
-    slot, start, count, begun, first, end = _piece(
+    slot, start, count, begun, first, end = piece_of(
         piece, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ, PIECE_START, piece_tokens, PART
     )
     if count == 0:

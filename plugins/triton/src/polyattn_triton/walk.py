@@ -1,0 +1,112 @@
+"""How does Triton walk through a prompt's chunks? Sequences whole, or few long ones in pieces.
+
+A piece takes a state h to h M + e, where e is what it leaves of no state. M is a decay for Mamba-2 and
+linear attention, and a matrix for the delta rules. One launch ("left") finds e and M of every piece, a
+second ("out") starts each piece with what those before it leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from polyattn.kernel import AttentionKind, Batch, LayerSpec, arch_matches, at_least
+from torch import Tensor
+
+from polyattn_triton.configs import WALKS, WalkConfig, prompt_config
+from polyattn_triton.launch import multiprocessors, power
+from polyattn_triton.selective import Pieces
+
+PIECES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Into how many pieces the longest sequence may be cut."""
+GATED = (AttentionKind.MAMBA2, AttentionKind.LINEAR)
+
+
+def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
+    """Return the state's sizes along keys and values: Mamba-2's are N and its head size."""
+    assert spec.recurrent is not None
+    if spec.kind is AttentionKind.MAMBA2:
+        return spec.recurrent.state_size, spec.head_size
+    return spec.head_size, spec.v_head_size
+
+
+def tokens_of_piece(
+    counts: Sequence[int], chunk: int, config: WalkConfig, blocks: tuple[int, int], places: float
+) -> int:
+    """Return the tokens of a piece with which a walk takes the least; 0: of whole sequences.
+
+    `counts`: tokens of each sequence. `blocks`: programs of a piece in the launches "out" and "left".
+    `places`: programs that run side by side.
+    """
+    total, longest = sum(counts), triton.cdiv(max(counts, default=0), chunk)
+    shared = total * blocks[0] / (chunk * places)
+    ways = [(max(longest, shared), 0)]
+    for pieces in PIECES:
+        if pieces > longest:
+            break
+        size = triton.cdiv(longest, pieces)
+        tokens = size * chunk
+        before = sum((count - 1) // tokens for count in counts if count) * size
+        left = config.left * max(size, before * blocks[1] / places)
+        rest = config.begin + config.carry * triton.cdiv(longest, size)
+        ways.append((left + max(size, shared) + rest, tokens))
+    return min(ways)[1]
+
+
+class Launch(NamedTuple):
+    """One of a walk's launches: the kernel's part, its grid, and what it is told of pieces."""
+
+    part: str
+    grid: tuple[int, int, int]
+    left: Tensor
+    cells: tuple[Tensor, Tensor]
+    tokens: int
+
+
+class Walk:
+    """Cuts sequences to pieces, and holds what these leave. One stream uses it at a time."""
+
+    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+        config = prompt_config(spec, arch)
+        (keys, values), self.heads = key_value_sizes(spec), spec.num_heads
+        block = min(config.block_v, power(values))
+        out = left = triton.cdiv(values, block)
+        self.each = power(keys) * block * out + 1
+        if spec.kind not in GATED:
+            left += triton.cdiv(keys, block)
+            self.each = power(keys) * block * left
+        self.blocks = {"whole": out, "out": out, "left": left}
+        self.chunk, self.config, self.places = (
+            config.chunk,
+            WALKS[spec.kind],
+            multiprocessors(device),
+        )
+        # Products with a matrix M are of 16 bits. Other chips than Hopper spill theirs: 9 KB on sm_80.
+        elsewhere = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90", arch)
+        products = spec.dtype != "float32" and not elsewhere
+        self.cuts = not spec.batch_invariant and (spec.kind in GATED or products)
+        self.left = torch.empty(0, dtype=torch.float32, device=device)
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
+
+    def cut(self, batch: Batch) -> Pieces | None:
+        """Return the pieces in which a step is walked through; None: whole sequences."""
+        if not self.cuts:
+            return None
+        blocks = self.heads * self.blocks["out"], self.heads * self.blocks["left"]
+        size = tokens_of_piece(batch.query_lens, self.chunk, self.config, blocks, self.places)
+        return Pieces(batch, size) if size else None
+
+    def launches(self, sequences: int, pieces: Pieces | None) -> Iterator[Launch]:
+        """Yield the launches of a step."""
+        parts: tuple[str, ...] = ("whole",)
+        cells, programs, size = (self._none, self._none), sequences, 0
+        if pieces is not None:
+            parts, cells, programs = ("left", "out"), (pieces.seq, pieces.start), pieces.count
+            size, room = pieces.size, programs * self.heads * self.each
+            self.left = at_least(self.left, room, self._outgrown)
+        for part in parts:
+            grid = programs, self.heads, self.blocks[part]
+            yield Launch(part, grid, self.left, cells, size)
