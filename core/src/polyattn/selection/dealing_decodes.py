@@ -114,7 +114,12 @@ def cores(step: Step, processors: int) -> Counts:
     A group's threads load so many keys at a time, each a part of a key (decode.cuh): 32 of 128 elements
     where the group is one head, 8 where it is two, 6 of three.
     """
-    spec, heads, count, group = step.spec, step.spec.num_kv_heads, len(step.lens), step.spec.gqa_ratio
+    spec, heads, count, group = (
+        step.spec,
+        step.spec.num_kv_heads,
+        len(step.lens),
+        step.spec.gqa_ratio,
+    )
     on_one = CORES if group == 1 else NARROW_CORES if step.narrow else MORE_CORES
     pages, room = (step.lens + (PAGE - 1)) // PAGE, max(1, on_one * processors // heads)
     limit, pieces = largest(pages), count
