@@ -86,8 +86,8 @@ def test_pieces_on_cuda_cores_are_the_shortest_with_room(
 ) -> None:
     """FlashInfer's `PartitionPagedKVCacheBinarySearchMinNumPagePerBatch`, and its kernel's tiles of keys.
 
-    `on_one`: programs that a processor holds, as cuobjdump's registers have it. 70 rows of 32/16 heads, one of 28,840 keys and others of
-    418, are cut, 76 rows aren't: 311 and 636 us on an H200.
+    `on_one`: programs that a processor holds, by the registers that cuobjdump shows. 70 rows of 32/16
+    heads, one of 28,840 keys and others of 418, are cut, 76 rows aren't: 311 and 636 us on an H200.
     """
     spec, cut = SMALL.replace(num_heads=24 * group, num_kv_heads=24, **fields), 0
     room = on_one * PROCESSORS // 24

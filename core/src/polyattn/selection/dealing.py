@@ -189,7 +189,7 @@ def _cut(step: Step, processors: int) -> Counts:
 
 
 def _in_sections(costs: Ints, each: Ints, heads: int, at_once: int) -> Ints:
-    """Return the tiles of all heads as they are dealt: of a row so many heads' in turn, the last are fewer."""
+    """Return all heads' tiles as they are dealt: of a row so many heads' in turn, the last are fewer."""
     sizes = [min(at_once, heads - first) for first in range(0, heads, at_once)]
     row = np.arange(len(each)).repeat(each)
     order = np.concatenate([row.repeat(size) for size in sizes]).argsort(kind="stable")
