@@ -155,7 +155,7 @@ def test_the_last_heads_that_flash_attention_3_takes_in_turn_are_fewer() -> None
 
 
 def test_parts_without_blocks_cost_flash_attention_3_nothing() -> None:
-    """A row of 12 parts has tiles of 2 to 13 blocks: 999 tokens of 1/1 heads of 256 take 28 us on an H200."""
+    """A row of 12 parts has tiles of 2 to 13 blocks: 999 tokens of 1/1 heads of 256 take 28 us."""
     spec, lens = LayerSpec(num_heads=1, num_kv_heads=1, head_size=256), np.array([999])
     counts = deal(spec, lens, lens, NO_END)("cut", PROCESSORS).exact()
     parts = [2, 4, 5, 7, 8, 10, 12, 7]  # 13 blocks are six times two, and one
