@@ -458,7 +458,8 @@ class Least(NamedTuple):
 
     Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
     of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
-    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one. `single`: whose do,
+    of a step of one row.
     """
 
     pairs: float = 1.0
@@ -469,6 +470,7 @@ class Least(NamedTuple):
     merged: float = 1.0
     items: float = 0.0
     kinds: tuple[str, ...] = ("",)
+    single: str = ""
 
 
 def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
@@ -494,16 +496,17 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
             return Least(packed_keys(size))
-        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*switches]
+        high, block, alone, single = WIDE, LOW_TILE, 1.0, ""
+        kinds = ["", *(() if way == "heads" else switches)]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone, kinds = PAGED_BLOCK, 1.0, []
+            block = PAGED_BLOCK
             if kind == "prefill":
-                alone, kinds = packed_keys(size), ["ragged"]
+                alone, single = packed_keys(size), "ragged"
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
-        return Least(1.0, of_queries, 0.0, longest, alone, items=items, kinds=("", *kinds))
+        return Least(1.0, of_queries, 0.0, longest, alone, 1.0, items, tuple(kinds), single)
     part, high, block, kinds = 1.0, WIDE, LOW_TILE, ["windowed"] * windowed
     apart = max(1.0, 1 + APART / group - 1 / SHORT)  # whose fraction is cut
     if way == "cut":
