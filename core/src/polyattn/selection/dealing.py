@@ -458,8 +458,8 @@ class Least(NamedTuple):
 
     Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
     of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
-    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one. `single`: whose do,
-    of a step of one row.
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one. `single`: whose
+    do in a step of one row.
     """
 
     pairs: float = 1.0

@@ -259,6 +259,7 @@ def _floor(
 
     def of(kind: str) -> Callable[[StepShape], float]:
         fewest = least(spec, kind, model.deal, model.processors)
+
         def of_kind(name: str) -> Callable[[StepShape], float]:
             return floor(*weights.get(name, weights[""]), fewest)
 
