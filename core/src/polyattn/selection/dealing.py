@@ -60,10 +60,10 @@ LOW_TILE, WIDE = 64, 128
 """Rows of a tile where the longest query fits in them, and of most; keys of most blocks."""
 LOW_BLOCK = 192
 """Keys of a block of FlashAttention-3, for heads of 64 and tiles of `LOW_TILE` rows."""
-LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS, PACKED_WIDE = 1, 96, 0.83, 0.6
+LIGHT_BEGIN, PAGED_BLOCK, PACKED_KEYS, PACKED_WIDE, WINDOWED = 1, 96, 0.83, 0.6, 2
 """FlashInfer: blocks that a tile costs beside its own; keys of a block over pages; the time of a key that
-lies packed, as a part of one in a page, and of heads wider than `WIDE`, whose blocks over pages are low.
-A single prompt's keys are packed."""
+lies packed, as a part of one in a page, and of heads wider than `WIDE`, whose blocks over pages are low;
+blocks that a window costs a tile over pages. A single prompt's keys are packed."""
 TILES = (
     (64, 192, 128, 160),
     (96, 192, 128, 128),
@@ -107,8 +107,9 @@ EMPTY = 0.3
 """What a tile without rows would take less than a full one, over latents."""
 BEGUN = 4
 """What a low tile of latents costs beside its blocks, in these."""
-ALONE = 0.9
-"""The time of a block of low tiles if no program shares a processor, as a part of one if some do."""
+ALONE, SPREAD = 0.9, 0.35
+"""The time of a block of low tiles if no program shares a processor, as a part of one if some do; what
+twice as many programs cost, up to one a processor, in what one costs to begin."""
 APART = 4
 """Reads and writes of a token that it costs beside, if a group is one head: a tile's rows lie apart.
 So in FlashAttention-3, and in Hopper's prefill with wide heads."""
@@ -156,11 +157,13 @@ def _cut(step: Step, processors: int) -> Counts:
         most_parts = _most_parts(most * heads, min(loaded, processors), processors)
         each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
         parts = largest(each_parts)
-        tokens += PARTIAL * int(step.queries.dot(each_parts))
+        tokens += PARTIAL * step.tokens if parts == 1 else 0
     costs, turns = blocks + BEGIN, heads
     if parts > 1:
-        times = np.minimum(each_parts.repeat(each), blocks)
-        share = (blocks + times - 1) // times
+        wanted = each_parts.repeat(each)
+        share = -(-blocks // np.minimum(wanted, blocks))
+        times = -(-blocks // share)  # parts without blocks write and read nothing
+        tokens += PARTIAL * int(step.queries.dot(each_parts)) * total(times) // total(wanted)
         begin = BEGIN + (times > 1) * (1 if spec.head_size <= WIDE else 2)  # a part is in float32
         costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
         if len(costs) * heads > processors:
@@ -172,6 +175,8 @@ def _cut(step: Step, processors: int) -> Counts:
         at_once = heads if unmasked else _at_once(spec, longest * block)
         if at_once == heads:
             each = EACH
+        elif heads % at_once:
+            costs, each, turns = _in_sections(costs, each, heads, at_once), EACH, 1
         elif at_once > 1:
             costs, each, turns = costs.repeat(at_once), each * at_once, heads // at_once
     ends, area = ended(costs, processors, turns, each), processors * high * block
@@ -181,6 +186,15 @@ def _cut(step: Step, processors: int) -> Counts:
         kind = "short" if high == LOW_TILE else "chunked"
     beside = merging + (WALK * (len(step.lens) // WALKED) if step.most == 1 else 0)
     return ends.counts(area, spec.num_heads, beside / heads, tokens, merging * parts, kind)
+
+
+def _in_sections(costs: Ints, each: Ints, heads: int, at_once: int) -> Ints:
+    """Return all heads' tiles as they are dealt: of a row so many heads' in turn, the last are fewer."""
+    sizes = [min(at_once, heads - first) for first in range(0, heads, at_once)]
+    row = np.arange(len(each)).repeat(each)
+    order = np.concatenate([row.repeat(size) for size in sizes]).argsort(kind="stable")
+    dealt: Ints = np.concatenate([costs.repeat(size) for size in sizes])[order]
+    return dealt
 
 
 def _parts_in_turn(times: Ints, each: Ints) -> Ints:
@@ -208,16 +222,13 @@ def _at_once(spec: LayerSpec, keys: int) -> int:
     group, heads = spec.gqa_ratio, spec.num_kv_heads
     held = keys * (spec.head_size + spec.v_head_size) * 2
     room = L2_SHARE // min(16, 1 << (group - 1).bit_length()) // held
-    some = min(heads, next((most for most in AT_ONCE_HEADS if most <= room), 1))
-    while heads % some:
-        some -= 1
-    return some
+    return min(heads, next((most for most in AT_ONCE_HEADS if most <= room), 1))
 
 
 def _apart(step: Step, processors: int) -> Counts:
     """Count as FlashInfer does: head by head, the longest rows first, their last tiles first."""
     small = step.spec.gqa_ratio < GROUPED and not step.spec.sliding_window
-    if step.most == 1 and small and not step.narrow:
+    if step.most == 1 and small:
         return cores(step, processors)
     if step.most <= SHORT or step.narrow:
         return _packed(step, processors)
@@ -233,12 +244,13 @@ def _apart(step: Step, processors: int) -> Counts:
     else:  # dealt out as if there were no window, of which it reads a block more than a tile sees
         plain = Step(step.spec, queries, lens, None, step.tokens, step.most)
         planned, pages = plain.tiles(1, high, PAGE)[2], block // PAGE
-        costs = np.minimum(costs + 1, (planned + (pages - 1)) // pages + LIGHT_BEGIN)
+        more = 1 if packed else WINDOWED  # and masks those that the window cuts
+        costs = np.minimum(costs + more, (planned + (pages - 1)) // pages + LIGHT_BEGIN)
         ends = ended_by(planned * PAGE + 2 * WIDE, costs, processors, heads)
     area = processors * high * block
     read = (total(costs) - LIGHT_BEGIN * len(costs)) * heads * block // processors
     price = packed_keys(step.spec.head_size) if packed else 1
-    return ends.counts(price * area, heads, 0, step.tokens, read)
+    return ends.counts(price * area, heads, 0, step.tokens, read, "ragged" if packed else "")
 
 
 def packed_keys(head_size: int) -> float:
@@ -373,15 +385,17 @@ def _low(step: Step, processors: int, high: int) -> Counts:
     waits, rows = shares.merging(high, step.spec.head_size)
     merged = 1 + waits * LOW_TILE / step.spec.head_size if waits else 0
     programs = -(-total(units) // shares.length) * step.spec.num_kv_heads
-    begun, ends = shares.begun, at(shares.length * (1 if programs > processors else ALONE))
+    begun, kind = shares.begun, "low" if high == LOW else "short"
+    ends = at(shares.length * (1 if programs > processors else ALONE))
     if step.spec.head_size != step.spec.v_head_size:  # latents: one runs on a processor
-        begun, fixed, turns = 0, LOW_TILE, -(-programs // processors)
+        begun, fixed, turns, kind = 0, LOW_TILE, -(-programs // processors), "short"
         ends = at((shares.length + BEGUN * shares.begun) * turns)
         if not waits or largest(units) <= WORTH:  # uncut
             merged, rows = 0, 0
             ends = ended(units + BEGUN, processors, step.spec.num_kv_heads)
-    beside, tokens = (begun + merged) / step.spec.num_kv_heads, step.tokens + rows / group
-    kind = "low" if high == LOW else "short"
+    spread = SPREAD * math.log2(min(programs, processors))
+    beside = (begun + merged + spread) / step.spec.num_kv_heads
+    tokens = step.tokens + rows / group
     return ends.counts(processors * LOW_TILE * fixed, step.spec.num_heads, beside, tokens, 0, kind)
 
 
@@ -444,7 +458,8 @@ class Least(NamedTuple):
 
     Its pairs: the larger of what its longest row has, and of so many of a step's pairs, tokens and tiles;
     of a step of one row `alone` of that. `merged`: its tokens, of a step's. `items`: its rows, of a
-    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one.
+    step's runs. `kinds`: of the steps whose coefficients may count; empty: of this one. `single`: whose
+    do in a step of one row.
     """
 
     pairs: float = 1.0
@@ -455,6 +470,7 @@ class Least(NamedTuple):
     merged: float = 1.0
     items: float = 0.0
     kinds: tuple[str, ...] = ("",)
+    single: str = ""
 
 
 def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
@@ -480,14 +496,17 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     if way not in ("cut", "whole"):  # each head has tiles of its own
         if way == "heads" and narrow:
             return Least(packed_keys(size))
-        high, block, alone, kinds = WIDE, LOW_TILE, 1.0, [*switches]
+        high, block, alone, single = WIDE, LOW_TILE, 1.0, ""
+        kinds = ["", *(() if way == "heads" else switches)]
         if way == "heads":
             high = TILES[0][1] if size <= TILES[0][0] else WIDE
-            block, alone, kinds = PAGED_BLOCK, packed_keys(size) if kind == "prefill" else 1.0, []
+            block = PAGED_BLOCK
+            if kind == "prefill":
+                alone, single = packed_keys(size), "ragged"
         longest = 0.0 if windowed else processors * high / heads
         of_queries = high / 2 * spec.causal + block - 2
         items = 1 / spec.num_kv_heads if way == "runs" else 0.0  # a call for each run
-        return Least(1.0, of_queries, 0.0, longest, alone, items=items, kinds=("", *kinds))
+        return Least(1.0, of_queries, 0.0, longest, alone, 1.0, items, tuple(kinds), single)
     part, high, block, kinds = 1.0, WIDE, LOW_TILE, ["windowed"] * windowed
     apart = max(1.0, 1 + APART / group - 1 / SHORT)  # whose fraction is cut
     if way == "cut":
@@ -513,7 +532,7 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
 SWITCHES = {
     "whole": ("low", "short", "chunked", "prefill"),
     "cut": ("short", "chunked", "windowed"),
-    "heads": ("cores",),
+    "heads": ("cores", "ragged"),
     "packed": ("prefill", "ragged", "chunked"),
 }
 """Ways with several kernels: the kinds of steps whose coefficients count, whatever the step's."""

@@ -30,10 +30,13 @@ LISTED, TOGETHER, MERGE, ROUND, APART, BEGUN = 1.5, 0.8, 0.45, 0.15, 0.4, 0.5
 kernel's, each round of it, and its launch after even splits. Blocks that an even split costs beside."""
 PARTIAL = 3
 """Reads and writes of a row's part, in those of a token."""
-CORES, PIECE, PAGE, THREE, MERGED = 6, 8, 16, 3, 256
-"""FlashInfer's programs on a processor's CUDA cores; pages of a piece at the least; keys of a page; how
-many times as long a key takes a group of three heads, of which 96 threads load six at a time, not 32;
-parts of a row that take twice as long to merge as a few."""
+CORES, MORE_CORES, NARROW_CORES, PIECE, PAGE, MERGED = 6, 9, 7, 8, 16, 256
+"""FlashInfer's programs on a processor's CUDA cores, where a group is one head, and more, of 16 and of 8
+bits: the registers and shared memory that its kernels take on a Hopper leave room for no more. Pages of a
+piece at the least; keys of a page; parts of a row that take twice as long to merge as a few."""
+THREADS, LOAD, ALONE, ONE, MORE = 128, 16, 4, 3, 2
+"""Threads of a program at the least; bytes that each loads at a time; keys of which, where a group is one
+head (two of 8 bits); and how long that takes, beside one key."""
 
 
 @lru_cache(4096)
@@ -106,9 +109,19 @@ def _counts(step: Step, cost: float, share: float, units: float, rows: float, bl
 
 
 def cores(step: Step, processors: int) -> Counts:
-    """Count as FlashInfer's decodes of small groups do, on CUDA cores: the shortest pieces with room."""
-    spec, heads, count = step.spec, step.spec.num_kv_heads, len(step.lens)
-    pages, room = (step.lens + (PAGE - 1)) // PAGE, max(1, CORES * processors // heads)
+    """Count as FlashInfer's decodes of small groups do, on CUDA cores: the shortest pieces with room.
+
+    A group's threads load so many keys at a time, each a part of a key (decode.cuh): 32 of 128 elements
+    where the group is one head, 8 where it is two, 6 of three.
+    """
+    spec, heads, count, group = (
+        step.spec,
+        step.spec.num_kv_heads,
+        len(step.lens),
+        step.spec.gqa_ratio,
+    )
+    on_one = CORES if group == 1 else NARROW_CORES if step.narrow else MORE_CORES
+    pages, room = (step.lens + (PAGE - 1)) // PAGE, max(1, on_one * processors // heads)
     limit, pieces = largest(pages), count
     if count < room:
         low, top = PIECE, limit
@@ -118,7 +131,10 @@ def cores(step: Step, processors: int) -> Counts:
             low, top = (low, middle) if fits else (middle + 1, top)
         limit = min(limit, low)
         pieces = total((pages + (limit - 1)) // limit)
-    pairs, chain = pieces * TILE // spec.gqa_ratio, THREE if spec.gqa_ratio == 3 else 1
+    pairs = pieces * TILE // group
     merging = 1 + -(-largest(pages) // limit) / MERGED if pieces > count else 0.0
-    longest = limit * PAGE * chain
+    item = 1 if step.narrow else 2
+    lanes = spec.head_size * item // LOAD  # of a key
+    each = group * max(1, THREADS // (lanes * group)) * (ALONE * item // 2 if group == 1 else 1)
+    longest = -(-limit * PAGE // each) * (ONE if group == 1 else MORE)
     return Counts(merging / heads, step.tokens, longest, pairs, pairs, kind="cores")

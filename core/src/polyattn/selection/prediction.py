@@ -216,7 +216,7 @@ def floor(weights: Sequence[float], form: Form, fewest: Least) -> Callable[[Step
     `fewest`: that way's counts at the least.
     """
     launch, item, byte, _, product, token = weights
-    of_pairs, of_queries, of_tiles, of_longest, alone, merged, items, _ = fewest
+    of_pairs, of_queries, of_tiles, of_longest, alone, merged, items, *_ = fewest
     overlap, _, by_run, _ = form
     token, item = token * merged, item * items + (launch if by_run else 0.0)
     launch = 0.0 if by_run else launch
@@ -259,7 +259,14 @@ def _floor(
 
     def of(kind: str) -> Callable[[StepShape], float]:
         fewest = least(spec, kind, model.deal, model.processors)
-        of_kinds = [floor(*weights.get(kind, weights[""]), fewest) for kind in fewest.kinds]
+
+        def of_kind(name: str) -> Callable[[StepShape], float]:
+            return floor(*weights.get(name, weights[""]), fewest)
+
+        of_kinds = [of_kind(name) for name in fewest.kinds]
+        if fewest.single:
+            several, single = of_kinds[0], of_kind(fewest.single)
+            return lambda shape: (single if shape.rows == 1 else several)(shape)
         if len(of_kinds) == 1:
             return of_kinds[0]
         return lambda shape: min([us(shape) for us in of_kinds])

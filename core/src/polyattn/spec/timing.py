@@ -19,9 +19,9 @@ KINDS = (*STEPS, "low", "windowed", "ragged", "ungrouped", "dealt", "cores")
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call. `low` is
 none of these, but what a library runs where a row's queries fit in its lowest tile; `windowed` what it
-runs where a window hides keys, `ragged` where prompts differ in length, `ungrouped` for decodes of
-fewer than `GROUPED` query heads a KV head, without a window. `dealt` speaks of decodes by how their
-keys are dealt out, `cores` of those that run on CUDA cores."""
+runs where a window hides keys, `ragged` over keys that lie packed, of prompts of several lengths or of
+one alone, `ungrouped` for decodes of fewer than `GROUPED` query heads a KV head, without a window.
+`dealt` speaks of decodes by how their keys are dealt out, `cores` of those that run on CUDA cores."""
 GROUPED = 4
 """Query heads of a KV head from which on FLASHINFER's decodes go to tensor cores, as windowed ones do."""
 
