@@ -234,7 +234,7 @@ FLA_CHANNELS = BackendInfo(
         ),
         Priority(score=50, why="several launches, states copied out of their slots and back"),
     ),
-    proof=SIGNATURE,
+    proof=MEASURED,
 )
 MAMBA_SSM = BackendInfo(
     name="MAMBA_SSM",
