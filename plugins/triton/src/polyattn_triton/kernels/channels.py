@@ -39,14 +39,15 @@ def _decays(marks, g, kind: tl.constexpr):
 
 @triton.jit
 def _rows(ROWS, columns, held, narrow: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr):
-    """Rows of norm 1, and the factors that restore their norms or give them new ones."""
+    """Rows of norm 1 to 2 (normed: 1), and the factors that restore their norms or give them new ones."""
     x = load_tile(ROWS, columns, held, SIZE).to(tl.float32)
     squares = tl.sum(x * x, 1)
     if NORM:
         unit = tl.rsqrt(squares + 1e-6)
         size = tl.zeros_like(unit) + 1.0
     else:
-        size = tl.sqrt(squares)
+        bits = tl.sqrt(squares).to(tl.int32, bitcast=True) & 0x7F800000
+        size = bits.to(tl.float32, bitcast=True)  # a power of two rounds nothing
         unit = tl.where(squares > 0.0, 1.0 / size, 0.0)
     return (x * unit[:, None]).to(narrow), size
 
