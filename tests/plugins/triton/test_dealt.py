@@ -14,7 +14,7 @@ import torch
 from chips import h200
 from polyattn import Batch, Device, LatentSpec, LayerSpec
 from polyattn.selection.cache_format import format_of
-from polyattn.selection.dealing import Counts, deal
+from polyattn.selection.dealing import SPREAD, Counts, deal
 from polyattn_triton import launch, mla
 from polyattn_triton.mla import FEW_HEADS_RATES, RATES, ROLES_RATES
 from pretending import pretended
@@ -137,6 +137,16 @@ def test_prompts_and_chunks_are_cut_as_planned(
     assert len(own) == (0 if "kv_cache_dtype" not in changes else 1 + (size > 64))
 
 
+def tiles_of(plan: Any, n: list[int], group: int) -> int:
+    """Blocks of keys of all tiles of a step's rows, and one for each tile."""
+    high, block, count = plan.config.block_m, plan.config.block_n, 0
+    for tokens, keys in zip(plan.batch.query_lens, n, strict=True):
+        for end in range(high, tokens * group + high, high):
+            last = (min(end, tokens * group) - 1) // group
+            count += -(-(keys - tokens + last + 1) // block) + 1
+    return count
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 16, 64), (16, 2, 128), (24, 4, 256)])
 def test_short_rows_are_shared_out_as_planned(
     heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
@@ -150,12 +160,14 @@ def test_short_rows_are_shared_out_as_planned(
             share, _, item, count = plan.work[:4].tolist()
             rows = 64 if size <= 128 else (64 + plan.config.block_m) / 2
             span = counts.pairs * heads / SMS / 64 / rows
-            active = -(-int(plan.work[1]) // share) * kv_heads  # programs
-            span /= 0.9 if active <= SMS else 1
+            # Programs, if none ends early.
+            side = -(-tiles_of(plan, n, heads // kv_heads) // share) * kv_heads
+            span /= 0.9 if side <= SMS else 1
             assert item == 1 and span >= min(share, max(n) // plan.config.block_n) - 0.1
             assert not merged or span == pytest.approx(share, abs=0.1)
             waits = -(-merged.parts // 16) if merged else 0
             begun = counts.rows * kv_heads - (1 + waits * 64 / size if waits else 0)
+            begun -= SPREAD * math.log2(min(side, SMS))
             assert begun == pytest.approx(round(begun)) and 1 <= round(begun) <= count
             assert (counts.queries > plan.batch.num_tokens) == (merged is not None)
         ways.append(plan.way)
