@@ -98,8 +98,9 @@ MOST_COPIED, ROWS_A_COPY, LEAST_GAIN = 256 << 20, 256, 1 << 26
 L2_BYTES, L2_HELD = 50 << 20, 35 << 20
 """Of keys and values, beyond which stretches of tiles read each block from memory; up to which heads go
 side by side."""
-PARTIAL, SHORT_PARTIAL = 4, 2
-"""Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN."""
+PARTIAL, SHORT_PARTIAL, ONE_PART = 4, 2, 3
+"""Reads and writes of a token, in 16 bits, that a part of it costs; in TRITON_ATTN. What a token costs
+that FlashAttention-3 doesn't cut where it cuts others, or might; merging a cut one costs a part more."""
 MERGING, FEW_PARTS, AT_ONCE = 512, 4, 16
 """What a program that merges costs TRITON_ATTN, in reads and writes of an element. It has a row, or four
 of few parts; so many parts are read at once, the next ones after these."""
@@ -157,13 +158,15 @@ def _cut(step: Step, processors: int) -> Counts:
         most_parts = _most_parts(most * heads, min(loaded, processors), processors)
         each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
         parts = largest(each_parts)
-        tokens += PARTIAL * step.tokens if parts == 1 else 0
+        tokens += ONE_PART * step.tokens
     costs, turns = blocks + BEGIN, heads
     if parts > 1:
         wanted = each_parts.repeat(each)
         share = -(-blocks // np.minimum(wanted, blocks))
         times = -(-blocks // share)  # parts without blocks write and read nothing
-        tokens += PARTIAL * int(step.queries.dot(each_parts)) * total(times) // total(wanted)
+        parted = step.queries * (each_parts > 1)
+        written = int(parted.dot(each_parts)) * total(times) // total(wanted)
+        tokens += PARTIAL * written + (PARTIAL - ONE_PART) * total(parted)
         begin = BEGIN + (times > 1) * (1 if spec.head_size <= WIDE else 2)  # a part is in float32
         costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
         if len(costs) * heads > processors:
