@@ -191,13 +191,15 @@ def layer_class(spec: LayerSpec) -> dict[str, Any]:
     """Return what a model's layers have in common; for `batch_invariant`, the spec's level.
 
     It includes whether logits have a cap or sinks, which the otherwise fastest kernels lack. Over latents
-    it includes the least of `HEADS` that holds the layer's, by which backends choose their kernels.
+    it includes the least of `HEADS` that holds the layer's, by which backends choose their kernels. So it
+    does with sinks over more than `MOST_SINKS` heads.
     """
     level = {LEVEL: spec.batch_invariant.name.lower()} if spec.batch_invariant else {}
     most = next((most for most in HEADS if spec.num_heads <= most), HEADS[-1])
+    many_sinks = spec.learned_sinks and spec.num_heads > MOST_SINKS
     return (
         level
-        | ({"heads": most} if spec.latent is not None else {})
+        | ({"heads": most} if spec.latent is not None or many_sinks else {})
         | {name: True for name in FEATURES if getattr(spec, name)}
         | {
             "kind": spec.kind.value,
@@ -393,6 +395,8 @@ LEVEL = "batch_invariant"
 FEATURES = ("logit_soft_cap", "learned_sinks", "sliding_window")
 HEADS = (32, 64, 128)
 """Of latents: what fits on its side in a tile, in one tile, and in several."""
+MOST_SINKS = 64
+"""Heads of which vLLM's FlashAttention-3 reads sinks. Of more, torch's operators weigh its outputs."""
 _CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size", "heads", LEVEL, *FEATURES}
 
 
