@@ -135,16 +135,6 @@ def left_place(
 
 
 @triton.jit
-def _wide_dot(x, y, more, kind: tl.constexpr):
-    """Return x y + more of float32. Products have twice the digits of `kind`, of 16 bits."""
-    x_high = x.to(kind)
-    y_high = y.to(kind)
-    more = tl.dot(x_high, (y - y_high.to(tl.float32)).to(kind), more)
-    more = tl.dot((x - x_high.to(tl.float32)).to(kind), y_high, more)
-    return tl.dot(x_high, y_high, more)
-
-
-@triton.jit
 def _softplus(x):
     """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
 
