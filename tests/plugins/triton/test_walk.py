@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from polyattn import LayerSpec
+import torch
+from polyattn import Batch, LayerSpec
 from polyattn.kernel import AttentionKind, RecurrentSpec
 
 pytest.importorskip("triton")
+from polyattn_triton import walk
 from polyattn_triton.configs import WALKS
 from polyattn_triton.walk import tokens_of_piece
 
@@ -28,6 +30,16 @@ def test_few_long_prompts_are_cut_to_whole_chunks() -> None:
 @pytest.mark.parametrize("counts", [[], [0], [1], [64], [64] * 40])
 def test_a_chunk_is_not_cut(counts: list[int]) -> None:
     assert cut(counts, 4) == 0
+
+
+def test_a_walk_counts_programs_that_share_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """H200: KDA's 32 heads of one prompt of 16,000 take 1,971 us whole, 1,450 in pieces."""
+    monkeypatch.setattr(walk, "multiprocessors", lambda device: 132)
+    spec = LayerSpec(kind="kda", num_heads=32, head_size=128, recurrent=RecurrentSpec())
+    batch = Batch([0, 16000], [16000], state_slots=torch.zeros(1, dtype=torch.int64))
+    assert walk.Walk(spec, "sm_90", torch.device("cpu")).cut(batch) is not None
 
 
 @pytest.mark.slow

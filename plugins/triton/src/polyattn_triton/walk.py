@@ -80,11 +80,9 @@ class Walk:
             left += triton.cdiv(keys, block)
             self.each = power(keys) * block * left
         self.blocks = {"whole": out, "out": out, "left": left}
-        self.chunk, self.config, self.places = (
-            config.chunk,
-            WALKS[spec.kind],
-            multiprocessors(device),
-        )
+        self.chunk, self.config = config.chunk, WALKS[spec.kind]
+        # Wider states leave a multiprocessor room for fewer programs, down to one.
+        self.places = multiprocessors(device) * max(1.0, self.config.on_one * 128 / power(keys))
         # Products with a matrix M are of 16 bits, and M has its registers on Hopper: sm_80 spills 9 KB.
         elsewhere = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90", arch)
         products = spec.dtype != "float32" and power(keys) <= WIDEST and not elsewhere
