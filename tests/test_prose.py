@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from golden.messages import listing
 
 ROOT = Path(__file__).parent.parent
 PROSE = (
     "*.md", "docs/**/*.md", "core/**/README.md", "examples/**/README.md", "plugins/*/*.md",
-    "integrations/*/*.md", "benchmarks/README.md", "tests/golden/messages.md",
+    "integrations/*/*.md", "benchmarks/README.md",
 )  # fmt: skip
 PAGES = sorted(path for pattern in PROSE for path in ROOT.glob(pattern))
+MESSAGES = "messages.md"
+TEXTS = {str(p.relative_to(ROOT)): p.read_text() for p in PAGES} | {MESSAGES: listing()}
 FENCE, CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL), re.compile(r"`[^`\n]*`")
 PASSED_OVER = (": typography.", ": dates_times.dates.decade_apostrophes:")
 """proselint's checks for typeset quotes and signs, which plain text lacks, and of an H200's name."""
@@ -32,9 +35,9 @@ LONGEST_AVERAGE = 22
 """Words of a sentence of the README and of a tutorial on average, at most."""
 
 
-def words_of(page: Path) -> str:
+def words_of(text: str) -> str:
     """Return a page without its code: fences are blank lines, code within a line a word of its own."""
-    text = FENCE.sub(lambda block: re.sub(r"[^\n]", "", block[0]), page.read_text())
+    text = FENCE.sub(lambda block: re.sub(r"[^\n]", "", block[0]), text)
     number = itertools.count()
     text = CODE.sub(lambda _: f"code{next(number)}x", text)
     # A heading, a list's item or a cell is a sentence: the next one doesn't go on with it.
@@ -55,14 +58,10 @@ def lint(texts: dict[str, str], folder: Path) -> list[str]:
 
 
 def test_proselint_has_nothing_to_say(tmp_path: Path) -> None:
-    texts = {"__".join(p.relative_to(ROOT).parts): words_of(p) for p in PAGES}
+    texts = {name.replace("/", "__"): words_of(text) for name, text in TEXTS.items()}
     # Formulas and lists of features are no sentences.
-    texts["tests__golden__messages.md"] = re.sub(
-        r"^- (?:.* = .*|[a-z0-9_ ]+)\.?$",
-        "",
-        texts["tests__golden__messages.md"],
-        flags=re.MULTILINE,
-    )
+    formulas = r"^- (?:.* = .*|[a-z0-9_ ]+)\.?$"
+    texts[MESSAGES] = re.sub(formulas, "", texts[MESSAGES], flags=re.MULTILINE)
     errors = lint(texts | {"wrong.md": "This is is very unique.\n"}, tmp_path)
     assert any("wrong.md" in error for error in errors), "the linter sees errors"
     assert [error for error in errors if "wrong.md" not in error] == []
@@ -72,9 +71,9 @@ def test_words_that_a_reader_trips_over_have_plainer_ones() -> None:
     wrong = re.compile(rf"\b({'|'.join(INSTEAD)})\b", re.IGNORECASE)
     assert wrong.findall("Utilise it, e.g. via X") == ["Utilise", "e.g", "via"]
     found = [
-        f"{page.relative_to(ROOT)}: {match[0]}"
-        for page in PAGES
-        for match in wrong.finditer(words_of(page))
+        f"{name}: {match[0]}"
+        for name, text in TEXTS.items()
+        for match in wrong.finditer(words_of(text))
     ]
     assert found == []
 
@@ -83,7 +82,7 @@ def test_words_that_a_reader_trips_over_have_plainer_ones() -> None:
     "page", [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))], ids=lambda p: p.name
 )  # fmt: skip
 def test_sentences_are_short(page: Path) -> None:
-    prose = re.sub(r"^[|#!].*?$", "", words_of(page), flags=re.MULTILINE)
+    prose = re.sub(r"^[|#!].*?$", "", words_of(page.read_text()), flags=re.MULTILINE)
     sentences = [s.split() for s in re.split(r"(?<=[.:;?])\s+", prose) if s.strip()]
     assert len(sentences) > 10
     assert sum(map(len, sentences)) / len(sentences) < LONGEST_AVERAGE

@@ -1,4 +1,4 @@
-"""Writes the selection tables, what each model gets on each profile, and the list of messages."""
+"""Writes the selection tables: what each model gets on each profile."""
 
 from __future__ import annotations
 
@@ -74,9 +74,6 @@ def _verdicts(spec: LayerSpec, profile: str) -> str:
 
 
 def main() -> None:
-    import messages
-
-    messages.main()
     (Path(__file__).parent / EXPLAINED).write_text(explained(TABLES["tpu.md"]))
     for name, profiles in TABLES.items():
         (Path(__file__).parent / name).write_text(table(profiles))
