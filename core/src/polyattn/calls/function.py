@@ -264,5 +264,5 @@ def _refuse(
         raise UnreadableMask(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
             "0 and the dtype's least value, and show each query one interval of keys. Other masks are a "
-            "layer's: CustomMask, BlockSparseMask, or an AttentionVariant's mask_mod and score_mod"
+            "layer's: CustomMask, BlockSparseMask or AttentionVariant"
         )

@@ -101,12 +101,12 @@ class PolyattnImpl(AttentionImpl[Step]):
         self.alibi_slopes = None
         if alibi_slopes is not None:
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
-        self.given = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        self.uncached = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         self.fields = {
             "num_heads": num_heads, "num_kv_heads": self.num_kv_heads, "head_size": head_size,
             "scale": self.scale, "sliding_window": sliding_window, "alibi": alibi_slopes is not None,
             "logit_soft_cap": logits_soft_cap or None, "learned_sinks": sinks is not None,
-            "cached": not self.given, **KINDS[attn_type],
+            "cached": not self.uncached, **KINDS[attn_type],
         }  # fmt: skip
 
     def attach(self, layer: Any, group: LayerGroup) -> Attention:
@@ -130,7 +130,7 @@ class PolyattnImpl(AttentionImpl[Step]):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Store new keys and values. A slot of -1 skips; tokens beyond the slots are padding."""
-        if not self.given:
+        if not self.uncached:
             tokens = slot_mapping.shape[0]
             pages = pages_of(self.ours, kv_cache)
             self.ours.store(first(key, tokens), first(value, tokens), pages, slot_mapping)
@@ -144,6 +144,6 @@ class PolyattnImpl(AttentionImpl[Step]):
         refuse(REMEDY, output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
-        given = (key, value) if self.given else None
-        attn_metadata.attend(self, query, given, kv_cache, output)
+        own_keys = (key, value) if self.uncached else None
+        attn_metadata.attend(self, query, own_keys, kv_cache, output)
         return output

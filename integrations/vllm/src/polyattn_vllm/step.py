@@ -52,16 +52,16 @@ class Step(AttentionMetadata):
         self,
         impl: Any,
         query: Tensor,
-        given: tuple[Tensor, Tensor] | None,
+        own_keys: tuple[Tensor, Tensor] | None,
         cache: Tensor,
         output: Tensor,
     ) -> None:
-        """Run a layer of vLLM's over its cache, or over keys in `given`. Later tokens are padding."""
+        """Run a layer of vLLM's over its cache, or over keys of its own. Later tokens are padding."""
         layer = self.layers[impl]
         plan = self.plans[layer.group]
         tokens = plan.batch.num_tokens
-        key, value = (None, None) if given is None else (first(t, tokens) for t in given)
-        pages = pages_of(layer, cache) if given is None else None
+        key, value = (None, None) if own_keys is None else (first(t, tokens) for t in own_keys)
+        pages = pages_of(layer, cache) if own_keys is None else None
         # `forward` skips the hooks of `Module.__call__`: no other code can hook this layer.
         layer.forward(first(query, tokens), key, value, pages, plan, out=first(output, tokens))
 

@@ -9,6 +9,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     Platform,
     Priority,
     Proof,
@@ -17,8 +18,6 @@ from polyattn.plugin import (
     names,
     one_of,
 )
-
-from polyattn_cpu.profiles import PROFILES
 
 ALL_DTYPES = names("float64 float32 bfloat16 float16")
 ALL_ROLES = frozenset(Role)
@@ -298,6 +297,14 @@ TORCH_SCAN = BackendInfo(
     proof=MEASURED,
 )
 
+_AVX512 = frozenset({"avx2", "avx512"})
+
+PROFILES = (
+    ("x86-avx2", Device("cpu", "x86_64", "x86 with AVX2", frozenset({"avx2"}))),
+    ("x86-avx512", Device("cpu", "x86_64", "x86 with AVX-512", _AVX512)),
+    ("x86-amx", Device("cpu", "x86_64", "x86 with AMX", _AVX512 | {"avx512_bf16", "amx"})),
+    ("neoverse", Device("cpu", "aarch64", "Arm Neoverse", frozenset({"neon", "sve"}))),
+)
 PLATFORM = Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0, profiles=PROFILES)
 
 declare(

@@ -50,8 +50,8 @@ def round_kernel(
 ):  # fmt: skip
     """Divide a tile of tokens by its sequences' scales; OUT is contiguous. Grid as above.
 
-    `SINGLE`: every sequence has one token, whose largest value is found here. Whatever has a token of a
-    sequence writes its scale: all of them the same.
+    `SINGLE`: every sequence has one token, whose largest value this program takes. Whatever has a token
+    of a sequence writes its scale: all of them the same.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
@@ -59,13 +59,11 @@ def round_kernel(
     there = token < tokens
     if SINGLE:
         seq = token
-        found = tl.max(tl.max(tl.abs(x), 2), 1)
+        most = tl.max(tl.max(tl.abs(x), 2), 1)
     else:
         seq = tl.load(SEQ_OF + token, mask=there, other=0)
-        found = tl.load(FOUND + seq * HEADS + head, mask=there, other=0).to(
-            tl.float32, bitcast=True
-        )
-    scale = tl.div_rn(tl.maximum(found, least), tl.zeros_like(found) + largest)
+        most = tl.load(FOUND + seq * HEADS + head, mask=there, other=0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.maximum(most, least), tl.zeros_like(most) + largest)
     tl.store(SCALES + seq * HEADS + head, scale, mask=there)
     e = tl.arange(0, BLOCK_E)
     d = tl.arange(0, BLOCK_D)

@@ -6,6 +6,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     Platform,
     Priority,
     Proof,
@@ -13,8 +14,6 @@ from polyattn.plugin import (
     declare,
     names,
 )
-
-from polyattn_hpu.profiles import PROFILES
 
 PLATFORMS: dict[str, tuple[str, ...]] = {"hpu": ("gaudi2", "gaudi3"), "cpu": ()}
 DTYPES = names("bfloat16 float16 float32 float64")
@@ -71,6 +70,11 @@ HPU_MLA = BackendInfo(
     proof=PROOF,
 )
 
+# Figures are from the vendors' datasheets.
+PROFILES = (
+    ("gaudi2", Device("hpu", "gaudi2", "Gaudi 2", bandwidth=2460, matmul=432)),
+    ("gaudi3", Device("hpu", "gaudi3", "Gaudi 3", fp8="ocp", bandwidth=3700, matmul=1835)),
+)
 PLATFORM = Platform(
     name="hpu",
     profiles=PROFILES,

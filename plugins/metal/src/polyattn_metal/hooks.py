@@ -8,6 +8,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     Platform,
     Priority,
     Proof,
@@ -15,8 +16,6 @@ from polyattn.plugin import (
     declare,
     names,
 )
-
-from polyattn_metal.profiles import PROFILES
 
 COMMON: dict[str, Any] = {
     "probe": "polyattn_metal.platform:ready",
@@ -69,6 +68,18 @@ MLX_MLA = BackendInfo(
     **COMMON,
 )
 
+# Bandwidths in GB/s are of Apple's specifications.
+PROFILES = tuple(
+    (f"metal-{arch}", Device("metal", arch, f"Apple {name}", bandwidth=bandwidth))
+    for arch, name, bandwidth in (
+        ("m2-ultra", "M2 Ultra", 800),
+        ("m3-max", "M3 Max", 400),
+        ("m3-ultra", "M3 Ultra", 819),
+        ("m4", "M4", 120),
+        ("m4-max", "M4 Max", 546),
+        ("m5", "M5", 153),
+    )
+)
 PLATFORM = Platform(
     name="metal",
     profiles=PROFILES,

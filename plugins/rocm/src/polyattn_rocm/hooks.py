@@ -6,6 +6,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     GraphCapture,
     Platform,
     Priority,
@@ -16,8 +17,6 @@ from polyattn.plugin import (
     names,
     one_of,
 )
-
-from polyattn_rocm.profiles import PROFILES
 
 ATTENTION = AttentionKind.ATTENTION
 PROOF = {"rocm": Proof.SIGNATURE}
@@ -87,6 +86,15 @@ ROCM_FLASH_ATTN = BackendInfo(
 )
 
 # CUDA's detector recognises a ROCm build of torch and skips it.
+# Figures are from the vendors' datasheets.
+PROFILES = (
+    ("mi250x", Device("rocm", "gfx90a", "Instinct MI250X", bandwidth=3277, matmul=383)),
+    (
+        "mi300x",
+        Device("rocm", "gfx942", "Instinct MI300X", fp8="fnuz", bandwidth=5300, matmul=1307),
+    ),
+    ("mi355x", Device("rocm", "gfx950", "Instinct MI355X", fp8="ocp", bandwidth=8000, matmul=2500)),
+)
 PLATFORM = Platform(
     name="rocm",
     profiles=PROFILES,

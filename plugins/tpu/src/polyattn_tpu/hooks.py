@@ -11,6 +11,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     Platform,
     Priority,
     Proof,
@@ -20,8 +21,6 @@ from polyattn.plugin import (
     declare,
     names,
 )
-
-from polyattn_tpu.profiles import PROFILES
 
 PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": ()}
 DTYPES = names("bfloat16 float32")
@@ -203,6 +202,16 @@ JAX_MERGE = BackendInfo(
     **COMMON,
 )
 
+_TPU7X = Device("tpu", "v7x", "TPU7x", fp8="ocp", bandwidth=7370, matmul=2307)
+
+# Figures are from the vendors' datasheets.
+PROFILES = (
+    ("tpu-v5e", Device("tpu", "v5e", "TPU v5e", bandwidth=819, matmul=197)),
+    ("tpu-v5p", Device("tpu", "v5p", "TPU v5p", bandwidth=2765, matmul=459)),
+    ("tpu-v6e", Device("tpu", "v6e", "TPU v6e", bandwidth=1640, matmul=918)),
+    ("tpu-v7x", _TPU7X),
+    ("tpu7x", _TPU7X),
+)
 PLATFORM = Platform(
     name="tpu",
     detect="polyattn_tpu.platform:detect",

@@ -125,9 +125,8 @@ class Planner(StepPlanner):
         if batch.state_targets is None or batch.state_targets.dim() == 2 or not self._has_room:
             return None
         return (
-            f"state_targets names a slot for each sequence, and {self.spec} keeps drafts in its own "
-            "state, which a captured step doesn't move; run such a step eagerly, or pass a slot "
-            "for each token, which moves only the other groups' states"
+            f"state_targets names a slot for each sequence. A captured step doesn't move the drafts that "
+            f"{self.spec} keeps in its own state; run the step eagerly, or pass a slot for each token"
         )
 
     @property
