@@ -7,9 +7,11 @@ attention libraries.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -588,53 +590,6 @@ ALL: list[Any] = [
     kind for kind in list(vars().values())
     if getattr(kind, "__module__", "") == __name__ and hasattr(kind, "claimed") and kind not in BASES
 ]  # fmt: skip
-FOUND_BY: dict[str, str] = {
-    "SixteenSplits": "published-cached_long_context-long_context",
-    "UnderSixteenKeys": "pairs-cached-drawn",
-    "WindowFromTheBlock": "numeric-decoder_feature_sliding_window-mixed",
-    "CapBeforeTheScale": "published-cached_Grok's_cap-reaching",
-    "OneBlockOfSinks": "published-cached_long_context-long_context",
-    "SinksWithinTheWindow": "published-cached_long_context-long_context",
-    "EvenWindows": "numeric-encoder_uncached_feature_sliding_window-given",
-    "LastChunkOfOneBlock": "numeric-decoder_feature_chunked-mixed",
-    "TailOf160": "numeric-decoder_head_size_160-mixed",
-    "WideKeysShortPages": "published-cached_DeepSeek's_prefill-reaching",
-    "SixtyFourSlopes": "pairs-cached-drawn",
-    "GroupTail": "numeric-decoder_gqa_3-mixed",
-    "SixteenPerGroup": "published-cached_group_17-reaching",
-    "OneRowTile": "numeric-decoder_block_size_64-mixed",
-    "SequencesModulo128": "published-cached_many_sequences-many_sequences",
-    "AlibiBothWays": "numeric-decoder_pair_alibi_non_causal-mixed",
-    "DraftsOverInt8Window": "numeric-decoder_pair_int8_sliding_window-mixed",
-    "SinklessLse": "numeric-decoder_pair_learned_sinks_lse-mixed",
-    "BlocksInSixteenBits": "far_blocks--decode",
-    "StopsAtSkipped": "store-attention-some",
-    "TwoHeadsAtATime": "store-attention_kv_heads_3-some",
-    "After20Groups": "numeric",
-    "TwoPlansAlive": "plans--mixed",
-    "CompiledWithoutTheScale": "numeric",
-    "OnePlanForManyLayers": "process--tiny",
-    "SetsAVariable": "numeric-decoder-decode",
-    "SixtyFourLatentHeads": "latent-mla_heads_128-decode",
-    "AloneIsFresh": "recurrence-gdn-continued",
-    "ForgetsShortContinuations": "recurrence-short_conv_drafts-mixed",
-    "SlotsInOrder": "recurrence-mamba2_64_x_128-mixed",
-    # These the kit didn't find at first.
-    "BigPagesFarKeys": "published-cached_all_full-all_full",
-    "SecondTileOfHeads": "published-cached_Falcon-reaching",
-    "FullLastPage": "published-cached_all_full-all_full",
-    "WindowInSixteenBits": "published-cached_long_context-long_context",
-    "WindowAsLongAsTheText": "published-cached_Gemma-3-reaching",
-    "SinkForEachPart": "published-cached_after_context-after_context",
-    "SameQuerySameAnswer": "twins-cached-decode",
-    "AfterAGreatStep": "many_lengths--lengths",
-    "EachCallOf256": "many_calls--tiny",
-    "AfterAnEmptyStep": "many_lengths--lengths",
-    "StopsAtAHole": "latent-sparse_mla-long",
-    "ChoosesAThousand": "latent-sparse_mla-long",
-    "StatesOf128": "recurrence-mamba2-continued",
-    "RingInSixteenBits": "recurrence-short_conv_drafts-continued",
-}
-"""The case that finds each, or the check whose cases do together, one after another."""
+CAUGHT = json.loads(Path(__file__).with_name("caught.json").read_text())
 for _index in range(len(ALL)):
-    ALL[_index].by = (FOUND_BY[ALL[_index].__name__],)
+    ALL[_index].by = (CAUGHT.get(ALL[_index].__name__, "numeric").partition("-")[0],)
