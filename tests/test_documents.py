@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from forks import python
 from golden import messages
-from golden.update import EXPLAINED, TABLES, explained, table
+from golden.update import TABLES, table
 from polyattn import discover
 from polyattn.tools.cli.main import app
 from polyattn.tools.cli.support import matrix
@@ -32,12 +32,6 @@ def test_support_matrix_is_fresh() -> None:
 def test_selection_tables_are_fresh(name: str) -> None:
     assert (ROOT / "tests" / "golden" / name).read_text() == table(TABLES[name]), (
         "a choice changed; if that is right: python tests/golden/update.py"
-    )
-
-
-def test_a_tpu_s_explanations_are_fresh() -> None:
-    assert (ROOT / "tests" / "golden" / EXPLAINED).read_text() == explained(TABLES["tpu.md"]), (
-        "a verdict changed; if that is right: python tests/golden/update.py"
     )
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from polyattn import LayerSpec, select
 from polyattn.errors import SelectionError
-from polyattn.registry.devices import resolve_device
-from polyattn.selection.selection import verdict_line
 from polyattn.spec.decompose import group_layers
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -20,7 +18,6 @@ TABLES = {
     "tpu.md": ("tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
     "cpu.md": ("x86-avx2", "x86-avx512", "x86-amx", "neoverse"),
 }
-EXPLAINED = "tpu_explained.md"
 
 
 def choice(spec: LayerSpec, profile: str) -> str:
@@ -49,32 +46,7 @@ def table(profiles: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def explained(profiles: tuple[str, ...]) -> str:
-    """Every layer's decision and what rejected each candidate; profiles that agree share an entry."""
-    lines = ["# What each model's layers get, and the bound that rejects who doesn't serve them"]
-    for model in bundled_models():
-        specs = group_layers(LayerSpec.from_hf_config(bundled("models", f"{model}.json")))
-        for spec, layers in specs.items():
-            alike: dict[str, list[str]] = {}
-            for profile in profiles:
-                alike.setdefault(_verdicts(spec, profile), []).append(profile)
-            lines += ["", f"## {model}: {len(layers)} x {spec}"]
-            for text, names in alike.items():
-                lines += ["", f"{', '.join(names)}: {text}"]
-    return "\n".join(lines) + "\n"
-
-
-def _verdicts(spec: LayerSpec, profile: str) -> str:
-    try:
-        decision = select(spec, profile).decision
-    except SelectionError as error:
-        return str(error).replace(f" on {resolve_device(profile)}", "").replace("\n", "\n    ")
-    rejected = [verdict_line(v) for v in decision.verdicts() if not v.accepted]
-    return "\n    ".join([decision.summary(), *rejected])
-
-
 def main() -> None:
-    (Path(__file__).parent / EXPLAINED).write_text(explained(TABLES["tpu.md"]))
     for name, profiles in TABLES.items():
         (Path(__file__).parent / name).write_text(table(profiles))
 
