@@ -10,11 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import in_functions
 from families.mask_grid import BEYOND, GRID, judged
 from polyattn import Device
 
-in_functions.pytest_configure()
 host = Device("cpu", "x86_64", torch_device="cpu")
 which, step = sys.argv[1], int(sys.argv[2])
 cases = list({"grid": GRID, "beyond": BEYOND}[which].items())[::step]

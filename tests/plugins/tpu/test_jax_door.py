@@ -72,8 +72,9 @@ FEATURES = {
     "window and sinks": spec(sliding_window=7, sink_tokens=3),
     "uneven": spec(causal=False, sliding_window=6, window_right=2),
     "int8": spec(dtype="bfloat16", kv_cache_dtype="int8"),
+    "functions": spec(variant="relative_bias"),
 }
-"""The sweep has the kit's, through these functions."""
+"""The sweep has the kit's, by the same functions behind polyattn's interface."""
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -85,6 +86,7 @@ def test_stores_and_attends(name: str) -> None:
     old, step = Batch.from_lens(lens, lens, rows, 8), work.batch
     assert old.slot_mapping is not None and work.held is not None
     mine, scales = pt.Cache.zeros(layer, work.held.num_blocks, 8), pt.Scales(*work.scales)
+    functions, inputs = pt.functions_of(layer), {**step.inputs, **params.inputs}
 
     @jax.jit
     def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any) -> Any:
@@ -93,6 +95,9 @@ def test_stores_and_attends(name: str) -> None:
             "sinks": None if params.sinks is None else to_jax(params.sinks),
             "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
         }
+        if functions is not None:
+            given = functions.given({name: to_jax(tensor) for name, tensor in inputs.items()})
+            options |= {"functions": functions, "inputs": given}
         return cache, pt.attend(plan, layer, query, cache, scales=scales, lse=True, **options)
 
     first = pt.plan(old, layer, buckets=pt.Buckets(tokens=64, seqs=4, pages=64))
@@ -137,9 +142,9 @@ MLA = LayerSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["absorbed", "chosen"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded", "chosen"])
 def test_latents(form: str, generator: torch.Generator) -> None:
-    queries, lens = [1, 1, 1], [30, 9, 2]
+    queries, lens = [5, 1, 2] if form == "expanded" else [1, 1, 1], [30, 9, 2]
     rows = table(lens, 8, 8)
     step = Batch.from_lens(queries, lens, rows, 8)
     stored = torch.randn(8, 8, 1, 80, generator=generator)
@@ -157,6 +162,10 @@ def test_latents(form: str, generator: torch.Generator) -> None:
         plan = pt.plan(step, MLA, buckets=SMALL)
         run = jax.jit(lambda p, q, c, a, b: pt.attend_latent(p, MLA, q, c, a, b)[0])
         out = run(plan, pt.pad(plan, to_jax(query)), cache, *up)
+    elif form == "expanded":
+        plan, slots = pt.plan_expanded(pt.Step.from_batch(step), MLA, 8, SMALL)
+        run = jax.jit(lambda p, s, q, c, *up: pt.attend_expanded(p, s, MLA, q, c, *up)[0])
+        out = run(plan, slots, pt.pad(plan, to_jax(query)), cache, *up)
     else:
         topk = torch.tensor([[29, 3, -1], [8, 0, 4], [1, -1, -1]], dtype=torch.int32)
         slots = torch.stack([rows[i][topk[i].clamp(min=0) // 8] * 8 for i in range(3)]) + topk % 8

@@ -1,6 +1,7 @@
-"""Claims of the TPU plugin's backends, by the conformance kit, interpreted on the CPU, through each door.
+"""Claims of the TPU plugin's backends, by the conformance kit, interpreted on the CPU.
 
-Through torchax the kit's tensors live in JAX; through JAX's own functions no backend runs at all.
+Through torchax the kit's tensors live in JAX. Over the host's tensors the same jitted functions run,
+without its views: those that `test_jax_door.py` calls by themselves.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from kits import conforms
 pytest.importorskip("jax")
 slow, sweep = pytest.mark.slow, pytest.mark.sweep
 
-DOORS = {"torchax": ("in_jax", "jax"), "functions": ("in_functions", "cpu")}
-"""What is registered with pytest, and the torch device that the kit selects for."""
+WAYS = {"torchax": ("jax", "-p", "in_jax"), "host": ("cpu",)}
+"""The torch device that the kit selects for, and what is registered with pytest."""
 FEW = (
     "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed) or context-cached"
 )
-"""Views, plans and isolation: what a door can get wrong, where the kernels themselves are right."""
+"""Views, plans and isolation: what torchax can get wrong, where the kernels themselves are right."""
 FEW_RECURRENT = (
     "(recurrent_out or recurrent_strided) and (gdn or short_conv) or recurrent_plans-short_conv"
 )
@@ -40,11 +41,11 @@ SMALL = ENVIRONMENT | {"PALLAS_BUCKETS": "tokens=1024,seqs=16,pages=512"}
 
 
 def conforms_through(
-    door: str, backend: str, chosen: str, least: int, environment: dict[str, str] = ENVIRONMENT
+    way: str, backend: str, chosen: str, least: int, environment: dict[str, str] = ENVIRONMENT
 ) -> None:
-    """Assert that the kit, or the cases that `chosen` names, passes through a door."""
-    plugin, device = DOORS[door]
-    conforms(backend, least, "-p", plugin, "-k", chosen, device=device, **environment)
+    """Assert that the kit, or the cases that `chosen` names, passes."""
+    device, *plugin = WAYS[way]
+    conforms(backend, least, *plugin, "-k", chosen, device=device, **environment)
 
 
 @slow
@@ -53,21 +54,20 @@ def conforms_through(
     ("backend", "chosen", "least"), [("XLA_SCAN", FEW_RECURRENT, 5), ("PALLAS_ATTN", FEW, 5)]
 )
 def test_views_and_plans_conform_through_torchax(backend: str, chosen: str, least: int) -> None:
-    """JAX's functions have no views, and their plans are values: `test_jax_door.py` has their numbers."""
     conforms_through("torchax", backend, chosen, least, SMALL)
 
 
 @sweep
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("backend", "least"),
     [("XLA_MLA_SPARSE", 30), ("XLA_SCAN", 90), ("PALLAS_MLA", 30), ("PALLAS_ATTN", 300)],
 )
-def test_conforms_in_the_interpreter(backend: str, least: int, door: str) -> None:
-    if door == "torchax" and find_spec("torchax") is None:
+def test_conforms_in_the_interpreter(backend: str, least: int, way: str) -> None:
+    if way == "torchax" and find_spec("torchax") is None:
         pytest.skip("torchax is not installed")
-    conforms_through(door, backend, ALL, least)
+    conforms_through(way, backend, ALL, least)
 
 
 @sweep
