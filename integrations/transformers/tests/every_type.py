@@ -69,6 +69,10 @@ def greedy(model: Any, **options: Any) -> list[Tensor]:
     return [out.sequences.float(), *out.logits]
 
 
+def beams(model: Any) -> list[Tensor]:
+    return greedy(model, num_beams=3)
+
+
 def static_cache(model: Any) -> list[Tensor]:
     # transformers 5.10 can't take up one of which a layer is unused.
     vars(model).pop("_cache", None)
@@ -146,7 +150,7 @@ SDPA = {"hrm_text", "recurrent_gemma"}
 """Types without eager attention, or whose recurrent layers mix in the free outputs of padding."""
 
 
-def verdict(model: Any, case: Case) -> str:
+def verdict(model: Any, case: Case, limit: float = LIMIT) -> str:
     """Return what came of a case, "equal: served, fell back" or "REASON: what"."""
     oracle = "sdpa" if model.config.model_type in SDPA else "eager"
     if oracle == "sdpa" and case in (weights, all_weights):
@@ -166,7 +170,7 @@ def verdict(model: Any, case: Case) -> str:
         return f"crash: {type(error).__name__}: {error}"
     report = polyattn_transformers.report()
     return (
-        difference(expected, seen)
+        difference(expected, seen, limit)
         or f"equal: {sum(report.served.values())}, {sum(report.fallbacks.values())}"
     )
 
@@ -177,7 +181,7 @@ def _run(model: Any, case: Case) -> list[Tensor]:
         return case(model)
 
 
-def difference(expected: list[Tensor], seen: list[Tensor]) -> str:
+def difference(expected: list[Tensor], seen: list[Tensor], limit: float) -> str:
     """Return what differs between two lists of tensors; nothing where they are equal."""
     shapes = [[tuple(t.shape) for t in each] for each in (expected, seen)]
     if shapes[0] != shapes[1]:
@@ -186,6 +190,6 @@ def difference(expected: list[Tensor], seen: list[Tensor]) -> str:
         if not torch.equal(a.isfinite(), b.isfinite()):
             return "WRONG: not finite"
         a, b = a[a.isfinite()], b[b.isfinite()]
-        if a.numel() and (a - b).abs().max() > LIMIT * a.abs().max().clamp(min=1e-6):
+        if a.numel() and (a - b).abs().max() > limit * a.abs().max().clamp(min=1e-6):
             return f"WRONG: {float((a - b).abs().max() / a.abs().max()):.2g}"
     return ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import transformers
 from every_type import tiny_model
 from packaging.version import Version
 from polyattn import PolyattnError
+from polyattn.selection import running
 from polyattn_transformers.attention import attention as attend
 from polyattn_transformers.masks import make_mask
 from tiny_models import SIZES, decoder
@@ -282,3 +285,17 @@ def test_fullgraph_compile() -> None:
         found = compiled(ids, attention_mask=mask, use_cache=False).logits
         close(expected[mask.bool()], found[mask.bool()])
     served()
+
+
+@torch.no_grad()
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(running, "_written", {})
+    model = decoder("llama")
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = 0.1234  # no other test's, so that the group is a new one
+    both(model, lambda m: m(torch.randint(3, 96, (3, 11))))
+    (process,) = running.running()
+    assert "polyattn_transformers" in process.integrations
+    assert [d["spec"]["scale"] for d in process.decisions] == [0.1234]
