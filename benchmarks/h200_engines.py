@@ -1,17 +1,14 @@
-"""Engines on one GPU: nano-vllm with its graphs, transformers, vLLM's builder and its engine.
+"""Engines on one GPU: transformers, vLLM's builder and its engine.
 
-    python benchmarks/h200_engines.py --nano FOLDER [--out FILE.json] [--only nano,host,...]
+    python benchmarks/h200_engines.py [--out FILE.json] [--only serving,vllm,...]
 
 Each section is a process of its own, bounded in time, so that one that dies or hangs leaves the others;
 a table comes last. Those that time something go first, one after another; then those that compare, side
-by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
+by side.
 
-- `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
-  FlashAttention-3 (vLLM's build, where it is there).
 - `always`: vLLM's engine, whose graphs hold prompts and decodes, or drafts: tokens beside its own.
 - `bits`: vLLM's engine, whose graphs hold decodes, at `VLLM_BATCH_INVARIANT`: alone and beside others.
 - `serving`: vLLM's engine, where it is installed, under Poisson arrivals, on its backends and polyattn.
-- `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `vllm`: the builder of polyattn-vllm under captured graphs.
 - `hf-logits`, `hf-tokens`, `hf-batching`: transformers: logits, greedy tokens, static caches, fullgraph
   compile, continuous batching.
@@ -33,11 +30,11 @@ from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
+FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 120, "always": 240, "bits": 120, "serving": 1200}
+TIMED = {"always": 240, "bits": 120, "serving": 1200}
 COMPARED = {
-    "nano32": 150, "vllm": 150, "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
+    "vllm": 150, "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220,
 }  # fmt: skip
 LIMITS = TIMED | COMPARED
 """Sections in their order, and their most seconds."""
@@ -65,19 +62,6 @@ def vllm(rows: Any, args: Options) -> None:
         rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
         if "drafts" not in layer:
             rows.add(f"and of prompts and decodes, {label}", lambda x=layer: vllm_graphs.mixed(**x))
-
-
-def nano32(rows: Any, args: Options) -> None:
-    from engines import nano as engine
-
-    rows.add("nano-vllm, float32, graphs", lambda: engine.equal_tokens(args.nano))
-
-
-def nano16(rows: Any, args: Options) -> None:
-    from engines import nano as engine
-
-    for row in engine.throughput(args.nano, rows.end - time.monotonic()):
-        rows.note(f"nano-vllm, bf16: {row.pop('what')}", row)
 
 
 def serving(rows: Any, args: Options) -> None:
@@ -146,7 +130,7 @@ def hf_batching(rows: Any, args: Options) -> None:
 
 
 SECTIONS: dict[str, Section] = {
-    "vllm": vllm, "nano32": nano32, "nano": nano16, "always": always, "bits": bits,
+    "vllm": vllm, "always": always, "bits": bits,
     "serving": serving,
     "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
@@ -181,8 +165,6 @@ def environment(section: str) -> dict[str, str]:
             "CUBLAS_WORKSPACE_CONFIG": ":16:8",
             "CUBLASLT_WORKSPACE_SIZE": "1",
         }
-    if section == "nano32":
-        found["TORCHDYNAMO_DISABLE"] = "1"
     if section in ("hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
         found["PYTHONPATH"] = f"{CARRIED}:{found['PYTHONPATH']}"
     return found
@@ -191,7 +173,6 @@ def environment(section: str) -> dict[str, str]:
 def main() -> int:
     """Run the sections. Returns how many rows are wrong."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nano", default=".nano")
     parser.add_argument("--out", type=Path, default=Path("engines.json"))
     parser.add_argument("--only", default=",".join(LIMITS))
     parser.add_argument("--seconds", type=float, default=540.0)
@@ -242,7 +223,7 @@ def section_rows(name: str, args: Any, limit: float) -> list[Row]:
     how: str | None = None
     try:
         subprocess.run(
-            [sys.executable, __file__, "--section", name, "--nano", str(Path(args.nano).resolve()),
+            [sys.executable, __file__, "--section", name,
              "--loads", args.loads, "--out", str(out), "--seconds", str(limit - 10)],
             env=environment(name), timeout=limit, check=True,
         )  # fmt: skip
