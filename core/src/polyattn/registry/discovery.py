@@ -7,7 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -159,23 +159,18 @@ def discover(settings: Settings | None = None) -> Registry:
     return _cache[key]
 
 
-@dataclass(frozen=True)
-class _Found:
-    """An entry point before anything of it is imported."""
-
-    record: PluginRecord
-    load: Callable[[], Any]
+_Source = tuple[PluginRecord, Callable[[], Any]]
+"""A plugin before anything of it is imported, and what imports it."""
 
 
 def _build(settings: Settings) -> Registry:
     sources = [*_entry_points(tuple(sys.path)), *_by_hand()]
-    _check_names(settings, [f.record.name for f in sources])
+    _check_names(settings, [record.name for record, _ in sources])
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
-    doubles = _doubles(f.record for f in sources)
+    doubles = _doubles(record for record, _ in sources)
     records = []
-    for item in sorted(sources, key=lambda f: (f.record.name, f.record.dist)):
-        record = item.record
+    for record, load in sorted(sources, key=lambda source: (source[0].name, source[0].dist)):
         if record.name in settings.disabled_plugins:
             why = "POLYATTN_DISABLE_PLUGINS (disable_plugins) names it"
             records.append(replace(record, status="disabled", problem=why))
@@ -188,7 +183,7 @@ def _build(settings: Settings) -> Registry:
             problem, shadowed = doubles[record]
             records.append(replace(record, status="broken", problem=problem, shadowed=shadowed))
         else:
-            records.append(_load(item, manager, settings.plugin_timeout))
+            records.append(_load(record, load, manager, settings.plugin_timeout))
     core = PluginRecord(
         "core",
         PROJECT,
@@ -202,12 +197,12 @@ def _build(settings: Settings) -> Registry:
 
 
 @lru_cache(maxsize=8)
-def _entry_points(path: tuple[str, ...]) -> tuple[_Found, ...]:
+def _entry_points(path: tuple[str, ...]) -> tuple[_Source, ...]:
     """Read the metadata of `sys.path`, which takes most of a discovery's time, once until `refresh`."""
     return tuple(_read_entry_points())
 
 
-def _read_entry_points() -> Iterator[_Found]:
+def _read_entry_points() -> Iterator[_Source]:
     """Read metadata only. A distribution that can't be read is a broken plugin, not an end."""
     seen: set[str] = set()
     for dist in distributions():
@@ -229,11 +224,11 @@ def _read_entry_points() -> Iterator[_Found]:
                 record = PluginRecord(
                     plain(point.name, 64), name, version, plain(point.value), problem=problem
                 )
-                yield _Found(record, point.load)
+                yield record, point.load
         except Exception as error:
             where = f"{name} ({plain(str(getattr(dist, '_path', 'unknown path')))})"
             problem = f"its metadata is corrupt: {describe(error)}"
-            yield _Found(PluginRecord(name, where, "", "", problem=problem), lambda: None)
+            yield PluginRecord(name, where, "", "", problem=problem), lambda: None
 
 
 def _name_in(said: metadata.PackageMetadata) -> str:
@@ -243,10 +238,10 @@ def _name_in(said: metadata.PackageMetadata) -> str:
     return plain(str(name), 64)
 
 
-def _by_hand() -> Iterator[_Found]:
+def _by_hand() -> Iterator[_Source]:
     for name, (_, plugin) in _registered.items():
         record = PluginRecord(name, BY_HAND, "", shown(plugin))
-        yield _Found(record, lambda plugin=plugin: plugin)  # type: ignore[misc]
+        yield record, lambda plugin=plugin: plugin  # type: ignore[misc]
 
 
 def _check_names(settings: Settings, installed: Sequence[str]) -> None:
@@ -261,13 +256,15 @@ def _check_names(settings: Settings, installed: Sequence[str]) -> None:
                 )
 
 
-def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> PluginRecord:
+def _load(
+    record: PluginRecord, load: Callable[[], Any], manager: pluggy.PluginManager, seconds: float
+) -> PluginRecord:
     """Import and register one plugin and call its hooks; an exception becomes its problem."""
-    record, loaded = item.record, []
+    loaded: list[Any] = []
     had_torch, began = "torch" in sys.modules, time.perf_counter()
 
     def question() -> dict[str, Any]:
-        plugin = item.load()
+        plugin = load()
         other = manager.get_name(plugin)
         if other is not None:  # before it counts as loaded: the other one stays registered
             raise PluginError(
