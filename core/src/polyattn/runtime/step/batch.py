@@ -44,8 +44,8 @@ class Batch:
 
     A sequence of one query token is a decode, wherever it stands. A padding row has one query token,
     length 0 and slot -1. Any negative slot counts as -1; a layer with `checks` refuses others. The
-    constructor copies lengths on a device to the host once. `docs/metadata.md` has TensorRT-LLM's and
-    vLLM's names for the fields.
+    constructor copies lengths on a device to the host once. `examples/engine_metadata.py` has
+    TensorRT-LLM's and vLLM's names for the fields.
 
     Args:
         query_start_loc: (num_seqs + 1,): where each sequence's query tokens start; ends with their
