@@ -107,6 +107,26 @@ def measured(name: str, *classes: dict[str, object], arch: str = "sm_90") -> dic
     return table(device=device, models=models, versions={})
 
 
+def test_a_table_hides_no_others_kinds_of_steps(tmp_path: Path) -> None:
+    """A tune of one layer that is stopped early fits its decodes alone: the next table has the rest.
+
+    On an H200 priorities instead of its prompts', chunks' and mixed steps' times leave half of such steps
+    above 1.10 of the best.
+    """
+    device = {"platform": "cuda", "arch": "sm_90", "name": "X"}
+    paths = []
+    for name, kinds in (("OWN", ["decode"]), ("CARRIED", ["low", "dealt", *KINDS[:4]])):
+        models = [MODEL | {"backend": name, "kind": kind} for kind in kinds]
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(table(device=device, models=models, versions={})))
+    tables = Timings(tuple(map(read_table, paths)))
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128)
+    found = tables.models(spec, Device("cuda", "sm_90", "X"))
+    # How decodes' keys are dealt out belongs to decodes.
+    rest = [("CARRIED", kind) for kind in ("low", "short", "prefill", "chunked")]
+    assert [(m.backend, m.kind) for m in found] == [("OWN", "decode"), *rest]
+
+
 def test_a_layer_of_a_class_that_no_table_has(tmp_path: Path) -> None:
     """It is judged by the nearest class of the architecture's chips."""
     written = (

@@ -465,7 +465,7 @@ def flash_attention_3_windowed(
             end = min(n, ((tile + 1) * high - 1) // group + 1 + n - q)
             seen = max(1, math.ceil((end - begin) / block))
             few = min(of_row, seen)
-            each, more = math.ceil(seen / few), int(few > 1) * (1 if spec.head_size <= 128 else 2)
+            each, more = math.ceil(seen / few), int(few > 1)
             few = math.ceil(seen / each)  # further parts have no blocks
             tiles_parts.append([*[each + more] * (few - 1), seen - (few - 1) * each + more])
         pieces += parts_in_turn(tiles_parts) * heads

@@ -129,8 +129,8 @@ def test_latents_prompts_have_wide_blocks_in_flash_attention_3() -> None:
     counts = deal(spec, lens, lens, NO_END)("cut", PROCESSORS).exact()
     # 7 tiles of up to 7 blocks, which a share of ceil(49 * 8 * 1.1 / 132) = 4 cuts in 2: 4 and 3.
     assert counts.longest == 2 and paged.longest == 2
-    assert counts.pairs == (4 + BEGIN + 2) * PROCESSORS * 128 * 128 // 8
-    assert paged.pairs == (5 + BEGIN + 2) * PROCESSORS * 128 * 96 // 8  # 9 blocks of 96
+    assert counts.pairs == (4 + BEGIN + 1) * PROCESSORS * 128 * 128 // 8
+    assert paged.pairs == (5 + BEGIN + 1) * PROCESSORS * 128 * 96 // 8  # 9 blocks of 96
     one = np.array([65])  # a block either way
     for cached, keys in ((False, 128), (True, 96)):
         fewest = deal(spec.replace(cached=cached), one, one, NO_END)("cut", PROCESSORS).exact()
@@ -222,8 +222,8 @@ def test_cut_rows_first_parts_are_dealt_before_their_second_ones() -> None:
     ][::-1]
     parts = [(-(-n // 2), n // 2) if n > 1 else (n,) for n in tiles]
     first, second = (
-        [p[0] + 4 if len(p) > 1 else p[0] + 2 for p in parts],
-        [p[1] + 4 for p in parts if len(p) > 1],
+        [p[0] + 3 if len(p) > 1 else p[0] + 2 for p in parts],
+        [p[1] + 3 for p in parts if len(p) > 1],
     )
     assert len(tiles) == 44
     assert (

@@ -140,15 +140,19 @@ class Timings:
     named: str | None = None
 
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
-        """Return the models of the first table that speaks of a spec on a device, or of what is near.
+        """Return the models of the tables that speak of a spec on a device, or of what is near.
 
+        Each kind of step is the first table's that has it: a tune that stopped early has decodes alone.
         What is measured is attention over a cache, without functions and masks of a caller's. A layer
         of a class, or on a chip, that no table has is judged by the nearest class of the architecture.
         Steps within a layer's window are of the class without one, to backends of `WINDOWLESS`.
         """
         if not _measurable(spec):
             return ()
-        exact = next((m for table in self.tables if (m := table.models(spec, device))), ())
+        exact: tuple[TimingModel, ...] = ()
+        for table in self.tables:
+            known = {m.step for m in exact}
+            exact += tuple(m for m in table.models(spec, device) if m.step not in known)
         others = [] if exact else [t for t in self.tables if t.platform == device.platform]
         near = [table.near(spec, device) for table in others]
         far, models = min(near, key=itemgetter(0), default=(math.inf, ()))

@@ -167,7 +167,7 @@ def _cut(step: Step, processors: int) -> Counts:
         parted = step.queries * (each_parts > 1)
         written = int(parted.dot(each_parts)) * total(times) // total(wanted)
         tokens += PARTIAL * written + (PARTIAL - ONE_PART) * total(parted)
-        begin = BEGIN + (times > 1) * (1 if spec.head_size <= WIDE else 2)  # a part is in float32
+        begin = BEGIN + (times > 1)  # a part is in float32
         costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
         if len(costs) * heads > processors:
             costs = costs[_parts_in_turn(times, each)]

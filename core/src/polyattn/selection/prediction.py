@@ -343,7 +343,7 @@ class Predictor:
     """Predicts the microseconds of each candidate for layers of one spec, by the kind of call.
 
     Layers are queued one after another: where the host is slower than the device, a call takes the
-    host's time. Where a model has none, it is taken for the slowest one that is known.
+    host's time. Where a model has none, it is taken for the slowest one that its table knows.
     """
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
@@ -353,7 +353,9 @@ class Predictor:
             models = tuple(m for m in models if m.kind in ABSORBED and m.deal in ways)
         elif spec.gqa_ratio < GROUPED and not spec.sliding_window:
             models = tuple(_ungrouped(models))
-        slowest = max((model.host for model in models), default=0.0)
+        slowest: dict[str, float] = {}
+        for model in models:
+            slowest[model.source] = max(slowest.get(model.source, 0.0), model.host)
         self.by_run = {m.kind for m in models if m.by_run or m.deal == "runs"}
         self.deals: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self._models = {(model.kind, model.backend): model for model in models}
@@ -370,7 +372,7 @@ class Predictor:
                 _floor(spec, model, weights),
                 model.deal,
                 1 + model.margin,
-                model.host or slowest,
+                model.host or slowest[model.source],
                 model.by_run or model.deal == "runs",
             )
 

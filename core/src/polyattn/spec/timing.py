@@ -15,7 +15,10 @@ queries and outputs. Short rows multiply whole tiles of queries."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
 STEPS = ("decode", "short", "prefill", "chunked", "mixed")
-KINDS = (*STEPS, "low", "windowed", "ragged", "ungrouped", "dealt", "cores")
+STEP_OF = {"low": "short", "windowed": "chunked", "ragged": "prefill"}
+STEP_OF |= dict.fromkeys(("ungrouped", "dealt", "cores"), "decode")
+"""The kind of step that each other kind is a part of."""
+KINDS = (*STEPS, *STEP_OF)
 """Steps that a model speaks of. Rows have one token, or up to a few; are whole prompts, whose keys and
 values are at hand, or chunks behind a context; or both long and short ones are in one call. `low` is
 none of these, but what a library runs where a row's queries fit in its lowest tile; `windowed` what it
@@ -63,6 +66,11 @@ class TimingModel:
     deal: str = ""
     processors: int = 0
     windowless: bool = False
+
+    @property
+    def step(self) -> str:
+        """The kind of step of the model's calls, one of `STEPS`."""
+        return STEP_OF.get(self.kind, self.kind)
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""
