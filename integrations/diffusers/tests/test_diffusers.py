@@ -115,7 +115,8 @@ def test_models_that_never_ask_for_a_backend_are_refused_by_name() -> None:
     for model, processor in ((joint, "JointAttnProcessor2_0"), (unet, "AttnProcessor2_0")):
         host: Any = model
         with pytest.raises(
-            PolyattnError, match=rf"{type(model).__name__}: {processor} of .* under polyattn_torch.SdpaMode"
+            PolyattnError,
+            match=rf"{type(model).__name__}: {processor} of .* under polyattn_torch.SdpaMode",
         ):
             host.set_attention_backend("polyattn")
         host.set_attention_backend("native")
