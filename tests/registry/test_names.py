@@ -176,3 +176,7 @@ def test_two_registered_plugins_with_one_name_are_told_how_to_remove_one(
     finally:
         unregister("another")
     assert len(said) == 1 and "polyattn.unregister('another')" in said[0]
+    with pytest.raises(
+        SettingsError, match="'OURS' isn't usable: the alias 'OURS' is claimed by MINE"
+    ):
+        select(LLAMA, "cpu", backend="ours")
