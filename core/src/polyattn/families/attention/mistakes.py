@@ -16,7 +16,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import Workload
 from polyattn.workload.compare import row_errors
 
-MOST_SCORES = 1 << 22
+MOST_SCORES = 1 << 19
 """Of a step whose mistake is looked for: each of some fifteen takes the reference's time again."""
 Sees = Callable[[LayerSpec, int, int, int], Tensor]
 
