@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import discover, resolve_device
+from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance import claim
 from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES, ONE_LAYER
 from polyattn.conformance.claim import Findings, find
@@ -234,11 +234,20 @@ def test_a_failure_that_belongs_to_no_claim_is_reported(monkeypatch: pytest.Monk
 
 
 def test_the_command_prints_the_decorator(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """A backend of the function's name doesn't matter, as that of an author who has installed it."""
     (tmp_path / "claimed_kernel.py").write_text(
         "def nothing(query, key, value, scale):\n    raise RuntimeError('no kernel')\n"
     )
+    installed = backend(
+        "NOTHING", platforms="cpu", dtypes="float32", head_sizes=64, features="causal"
+    )
+    register(installed(with_lse), "an-installed-plugin")
+    request.addfinalizer(lambda: unregister("an-installed-plugin"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(claim, "DEPARTURES", 0)  # the usual layer alone is tried
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -300,6 +300,15 @@ def test_a_failure_says_where_and_what_it_looks_like() -> None:
     assert "-inf instead of " in text and "head 1 of token 3" in text and "base 2" not in text
 
 
+def test_claims_over_rows_of_bytes_alone_are_tested_over_those() -> None:
+    """Of such a backend's claims only the formats had cases: no head size, feature or published layer."""
+    info = discover().backends["TORCH_SDPA"]
+    rows = replace(info.capabilities, kv_cache_dtypes=frozenset({"int4"}), cached=frozenset({True}))
+    cases = [c for c in derive(replace(info, capabilities=rows), CPU) if c.check == "numeric"]
+    assert {c.spec.kv_cache_dtype for c in cases} == {"int4"}
+    assert len({c.spec.head_size for c in cases}) > 5 and any(c.spec.needs_lse for c in cases)
+
+
 def test_the_last_words_are_the_seed_and_what_failed() -> None:
     config = SimpleNamespace(
         getoption=lambda name, default=None: "TORCH_MERGE" if name.endswith("backend") else default,

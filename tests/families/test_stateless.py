@@ -13,7 +13,7 @@ from polyattn.calls.bound import BoundCall
 from polyattn.calls.memo import memo
 from polyattn.calls.recurrence import recurrence
 from polyattn.errors import BatchError, CacheError, SpecError
-from polyattn.host import CallOptions, PackedKeys, attend_packed
+from polyattn.host import CallOptions, PackedKeys, attend_packed, sdpa
 from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -199,6 +199,10 @@ def test_what_only_stands_for_tensors_is_named(packed: bool) -> None:
         call(query.to("meta"), key.to("meta"))
     with pytest.raises(BatchError, match=r"query is inside torch.vmap .*; pass the whole batch"):
         torch.vmap(call)(query[None], key[None])
+    if not packed:  # transformers' mask of a model under torch.func.jvp
+        mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+        with pytest.raises(BatchError, match=r"mask is inside torch.vmap .*; pass the whole batch"):
+            torch.vmap(lambda m: sdpa(query, key, key, m, heads_first=False))(mask[None])
     with pytest.raises(
         BatchError, match=r"torch.jit.trace can't record attention; use torch.compile"
     ):

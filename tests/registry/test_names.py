@@ -173,6 +173,8 @@ def test_two_registered_plugins_with_one_name_are_told_how_to_remove_one(
     register(sys.modules["another"], "another")
     try:
         said = [text for text in discover().problems if "backend name 'MINE'" in text]
+        with pytest.raises(SettingsError, match="'MINE' isn't usable: the backend name 'MINE' is"):
+            select(LLAMA, "cpu", backend="mine")
     finally:
         unregister("another")
     assert len(said) == 1 and "polyattn.unregister('another')" in said[0]

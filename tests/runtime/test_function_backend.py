@@ -112,6 +112,7 @@ def pages(
         (whole, {"features": ("causal", "non_causal")}, "has no parameter 'causal'"),
         (whole, {"features": ("causal", "variant")}, "can't claim 'variant'; write a class"),
         (whole, {"features": ("causl",)}, "did you mean 'causal'"),
+        (whole, {"features": ("sinks",)}, "did you mean 'learned_sinks'"),
         (whole, {"graph_capture": 1}, "can't claim 'graph_capture'"),
         (whole, {"dtype": "float32"}, "can't claim 'dtype'; did you mean 'dtypes'"),
         (whole, {"kv_cache_dtypes": "int8"}, "no parameters 'k_scale' and 'v_scale'"),

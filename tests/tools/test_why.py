@@ -29,8 +29,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_why_prints_the_decisions_of_the_groups_that_were_loaded(record: Path) -> None:
     assert here("why")[0] == 1
-    selection = select(SPEC, "cpu")
-    assert not record.exists()  # deciding alone runs nothing
+    selection = select(SPEC, "cpu", verify=True)
+    assert not record.exists()  # neither deciding nor verifying serves a layer
     for _ in range(2):
         LayerGroup(selection)
     code, out, _ = here("why", str(os.getpid()))

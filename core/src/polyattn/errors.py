@@ -89,13 +89,15 @@ MOST_NAMES = 20
 def nearest(value: object, valid: Iterable[str], listed: str = "") -> str:
     """Return `"; did you mean 'X'?"`, or the list of all, or where they are `listed`.
 
-    X is what begins as `value` does, each of several, or else the closest valid spelling. A first word
-    that all of them have, up to an underscore, makes none of them closer.
+    X is what begins with `value`, each of several, or the one that ends with it, or else the
+    closest valid spelling. A first word that all of them have makes none of them closer.
     """
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
     text = (value if isinstance(value, str) else shown(value))[:LONGEST_TEXT].casefold()
-    close = [text] if text in folded else [x for x in folded if text and x.startswith(text)]
+    part = [x for x in folded if text and x.startswith(text)]
+    last = [x for x in folded if x.endswith(f"_{text}")]
+    close = [text] if text in folded else part or (last if len(last) == 1 else [])
     head = text[: text.find("_") + 1]
     start = len(head) if all(name.startswith(head) for name in folded) else 0
     ends = {name[start:]: name for name in folded}

@@ -14,6 +14,7 @@ pytest.importorskip("diffusers")
 import polyattn_diffusers
 from diffusers import (
     FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -114,10 +115,35 @@ def test_models_that_never_ask_for_a_backend_are_refused_by_name() -> None:
     for model, processor in ((joint, "JointAttnProcessor2_0"), (unet, "AttnProcessor2_0")):
         host: Any = model
         with pytest.raises(
-            PolyattnError, match=f"{type(model).__name__}: {processor} of diffusers"
+            PolyattnError,
+            match=rf"{type(model).__name__}: {processor} of .* under polyattn_torch.SdpaMode",
         ):
             host.set_attention_backend("polyattn")
         host.set_attention_backend("native")
+
+
+def test_processors_beside_those_that_ask_for_a_backend_are_named() -> None:
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, patch_size_t=1, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
+    )  # fmt: skip
+    given = {
+        "hidden_states": torch.randn(1, 4, 1, 4, 4), "timestep": torch.tensor([3]),
+        "encoder_hidden_states": torch.randn(1, 5, 16), "pooled_projections": torch.randn(1, 8),
+        "encoder_attention_mask": torch.ones(1, 5), "guidance": torch.tensor([6.0]),
+    }  # fmt: skip
+    host: Any = model.eval()
+    wanted = output(model, given)
+    with pytest.warns(UserWarning, match="AttnProcessor2_0 attends without a backend"):
+        host.set_attention_backend("polyattn")
+    out = output(model, given)
+    assert ((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    report = polyattn_diffusers.report()
+    assert sum(report.served.values()) == 2
+    assert list(report.fallbacks) == [
+        "HunyuanVideoTransformer3DModel: AttnProcessor2_0 attends without a backend"
+    ]
 
 
 def tensors(queries: int = 6, keys: int = 9) -> list[Tensor]:
@@ -129,6 +155,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "text padding": {"attn_mask": TEXT},
     "additive": {"attn_mask": TEXT[:, None, None].float().log()},
+    "over heads": {"attn_mask": TEXT[:, None, None].expand(2, 2, 6, 9)},
     "queries by keys": {"attn_mask": torch.ones(6, 9).tril(3).bool()},
     "causal": {"is_causal": True},
     "scale": {"scale": 0.9},

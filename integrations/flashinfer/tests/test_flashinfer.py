@@ -223,7 +223,10 @@ def test_fewer_keys_than_queries_and_none() -> None:
 def test_the_buffers_of_a_captured_decode_are_refilled() -> None:
     """On a CPU nothing is captured; the second plan's step is read from the first one's tensors."""
     buffers = torch.zeros(5), torch.zeros(16), torch.zeros(4)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", True, False, *buffers)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers)
+    wrapper._int_workspace_buffer = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        WORKSPACE
+    )._int_workspace_buffer  # as mini-sglang and SGLang share it
     table, lengths = wrapper._table, wrapper._lens
     for lens in (LENS, [5, 61, 33, 1]):
         cache, arrays, rows = paged(lens)

@@ -12,6 +12,7 @@ from polyattn.calls.views import as_tokens, keys_as_tokens, packed_rows
 from polyattn.errors import BatchError
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.inputs import check_is_real
 
 
 def masked(
@@ -35,6 +36,8 @@ def masked(
     seqlen = 2 if heads_first else 1
     rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
     _check(mask, rows, queries, keys, alibi_slopes)
+    if mask.shape[1] > 1 and mask.stride(1) == 0:  # expanded over heads
+        mask = mask[:, :1]
     flat_keys, flat_values, apart = keys_as_tokens(key, value, heads_first)
     flat, between = as_tokens(query, heads_first)
     if between != queries:
@@ -74,6 +77,7 @@ def masked(
 
 
 def _check(mask: Tensor, rows: int, queries: int, keys: int, alibi_slopes: Tensor | None) -> None:
+    check_is_real("mask", mask)
     if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
         padding = "; of a padding mask (batch, keys) pass mask[:, None, None]"
         what = f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"

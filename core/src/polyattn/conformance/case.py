@@ -41,15 +41,17 @@ def caches(caps: Capabilities, spec: LayerSpec, every: bool = True) -> list[str]
     names = caps.kv_cache_dtypes - {"auto", ANY_ROWS}
     if ANY_ROWS in caps.kv_cache_dtypes:
         names |= known_formats().keys() if every else {IN_PAIRS}
-    return [name for name in sorted(names) if not is_rows(name) or _fits(spec, name)]
+    return [
+        name for name in sorted(names) if not is_rows(name) or changed(spec, kv_cache_dtype=name)
+    ]
 
 
-def _fits(spec: LayerSpec, name: str) -> bool:
+def changed(spec: LayerSpec, **changes: Any) -> LayerSpec | None:
+    """Return the layer with these fields, or None where there is no such layer."""
     try:
-        spec.replace(kv_cache_dtype=name)
+        return spec.replace(**changes)
     except SpecError:
-        return False
-    return True
+        return None
 
 
 def unread(info: BackendInfo, spec: LayerSpec) -> str | None:

@@ -304,7 +304,8 @@ def find_at(
     torch.set_num_threads(1)  # threads wait for each other busily, and cases are small
     # Neither a device's context nor JAX's threads survive a fork.
     forks = resolved.platform == "cpu" and sys.platform == "linux" and "jax" not in sys.modules
-    trials = (ForkedTrials if forks else Trials)(function, name.upper(), resolved, seed)
+    trial = f"{name.upper()}_TRIAL"  # an installed plugin may have the function's own name
+    trials = (ForkedTrials if forks else Trials)(function, trial, resolved, seed)
     trials.begin = begin
     try:
         with warnings.catch_warnings():

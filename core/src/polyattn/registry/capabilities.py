@@ -439,7 +439,9 @@ class Capabilities:
             words = getattr(self, name)
             unknown = sorted(set(words) - set(valid))
             if unknown:
-                yield f"Capabilities.{name}: unknown {unknown}{nearest(unknown[0], valid)}"
+                own = " (of formats of your own claim 'rows' and state `rows_check`)"
+                remedy = own if name == "kv_cache_dtypes" else ""
+                yield f"Capabilities.{name}: unknown {unknown}{nearest(unknown[0], valid)}{remedy}"
             if not words and name != "remedies":
                 yield f"Capabilities.{name} is empty: such a backend can serve nothing"
 

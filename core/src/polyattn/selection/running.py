@@ -13,8 +13,9 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,8 @@ MOST_DECISIONS = 256
 
 _written: dict[int, set[tuple[Any, ...]]] = {}
 """What this process has written down, by its ID: a fork begins with nothing."""
+
+_quiet = threading.local()
 
 
 @dataclass
@@ -60,6 +63,16 @@ def record_decision(decision: Decision) -> None:
     """Record that this process has loaded a decision."""
     key = (decision.spec, decision.device, decision.chosen)
     _record(key, lambda: {"decision": {**decision.to_dict(), "explain": decision.explain()}})
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record nothing of this thread: groups that only verify a backend serve no layer."""
+    before, _quiet.on = getattr(_quiet, "on", False), True
+    try:
+        yield
+    finally:
+        _quiet.on = before
 
 
 def record_fallback(line: str) -> None:
@@ -107,7 +120,8 @@ def _read(process: Process, line: dict[str, Any]) -> None:
 def _record(key: tuple[Any, ...], line: Any) -> None:
     with suppress(OSError, PolyattnError):
         written = _written.setdefault(os.getpid(), set())
-        if key in written or len(written) >= MOST_DECISIONS or not current_settings().why:
+        quiet = getattr(_quiet, "on", False)
+        if quiet or key in written or len(written) >= MOST_DECISIONS or not current_settings().why:
             return
         text = json.dumps({"integrations": _integrations(), **line()}, default=str) + "\n"
         path = _folder() / f"{os.getpid()}.jsonl"

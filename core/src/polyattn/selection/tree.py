@@ -209,6 +209,8 @@ def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
             names[override.backend] = name
             continue
         what = not_a_backend(override.backend, facts.backends, device.platform)
+        own = f" {override.backend!r} is claimed by "
+        what = next((f"isn't usable: {line}" for line in facts.problems if own in line), what)
         text = f"{override.source}: backend {override.backend!r} {what}"
         if not override.optional:
             raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems))

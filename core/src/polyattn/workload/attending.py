@@ -81,7 +81,12 @@ class AttendingWorkload(Workload):
 
     def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
         real = self.exact(out)
-        judge(self.who, self.spec, self.batch, real, lse, self.expected, label, self.offset)
+        beside = self.expected, label, self.offset, lambda: self.mistake(real)
+        judge(self.who, self.spec, self.batch, real, lse, *beside)
+
+    def mistake(self, out: Tensor) -> str:
+        """Return what a wrong output would be right for, as a message goes on; `""`: unknown."""
+        return ""
 
     def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
         queries, _ = lens_of(self.lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,15 +25,16 @@ def judge(
     expected: tuple[Tensor, Tensor | None],
     label: str = "",
     offset: float = 0.0,
+    mistake: Callable[[], str] = str,
 ) -> None:
     """Assert that an output and an LSE, where there is one, are within the spec's tolerance.
 
-    `offset`: what all logits lie near.
+    `offset`: what all logits lie near. `mistake`: says what a wrong output would be right for.
     """
     limit = tolerance_of(spec, offset)
     error = output_error(out, expected[0])
     assert error <= limit.output, (
-        f"{label}the output is off by {error:.3g} (allowed {limit.output:g}): "
+        f"{label}the output is off by {error:.3g} (allowed {limit.output:g}){mistake()}: "
         f"{worst_row(batch, out, expected[0], limit.output)}; {spec}; "
         f"(query, length) {pairs(batch)}; {who}"
     )

@@ -139,6 +139,8 @@ def same_cache(now: KVCache, held: KVCache, slots: Tensor | None) -> None:
 
 def spoiled(tensor: Tensor, how: str) -> Tensor:
     """Return other contents for a tensor of this shape: other `numbers`, `nan`, or infinities (`inf`)."""
+    if tensor.dtype == torch.uint8 and how != "numbers":
+        return torch.full_like(tensor, 0xFF)  # as `poison` does
     if how == "nan":
         return torch.full_like(tensor, torch.nan)
     if how == "inf":

@@ -10,6 +10,7 @@ import torch
 from polyattn.errors import PolyattnError, describe
 from polyattn.registry.info import load_object
 from polyattn.runtime.group import LayerGroup, on_the_host
+from polyattn.selection.running import unrecorded
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -50,7 +51,7 @@ def verify_decision(selection: Selection) -> dict[str, str]:
 def _index_problem(selection: Selection) -> str | None:
     check = load_object("polyattn.families.sparse.index_workload:index_problem")
     try:
-        with torch.no_grad(), on_the_host():
+        with torch.no_grad(), on_the_host(), unrecorded():
             return check(selection, random.SystemRandom().randrange(2**31))  # type: ignore[no-any-return]
     except PolyattnError as error:
         return str(error)
@@ -61,7 +62,7 @@ def _index_problem(selection: Selection) -> str | None:
 def _problem(selection: Selection, phase: str) -> str | None:
     spec = selection.spec
     try:
-        with torch.no_grad(), on_the_host():
+        with torch.no_grad(), on_the_host(), unrecorded():
             group = LayerGroup(selection)
             block = 16 if group.cache_format is None else group.cache_format.block_size
             # Its own seed: torch's generators are the user's.

@@ -40,9 +40,10 @@ def add_name(name: str, function: Callable[..., Any]) -> AttentionBackendName:
 
 
 def _check_processors(name: str) -> None:
-    """Make `set_attention_backend` refuse `name` for models with processors that never ask for a backend.
+    """Make `set_attention_backend` refuse `name` for models whose processors never ask for a backend.
 
-    diffusers itself skips these, so that they would silently go on with torch's sdpa.
+    diffusers itself skips such processors, so that they would silently go on with torch's sdpa. Where
+    others of the model ask (HunyuanVideo's, but not its text refiner's), the report names them.
     """
     host: Any = ModelMixin
     set_backend = host.set_attention_backend
@@ -52,12 +53,15 @@ def _check_processors(name: str) -> None:
         if backend.lower() == name:
             kinds = (Attention, MochiAttention, AttentionModuleMixin)
             processors = [m.processor for m in model.modules() if isinstance(m, kinds)]
-            unasked = {type(p).__name__ for p in processors if not hasattr(p, "_attention_backend")}
-            if unasked:
+            unasked = [p for p in processors if not hasattr(p, "_attention_backend")]
+            names = ", ".join(sorted({type(p).__name__ for p in unasked}))
+            if unasked and len(unasked) == len(processors):
                 raise PolyattnError(
-                    f"{type(model).__name__}: {', '.join(sorted(unasked))} of diffusers attends without "
-                    f'a backend, so that "{name}" would serve nothing of it; leave the backend as it is'
+                    f"{type(model).__name__}: {names} of diffusers attends without a backend, so that "
+                    f'"{name}" would serve nothing of it; run the model under polyattn_torch.SdpaMode()'
                 )
+            if unasked:
+                LEDGER.count_fallback(type(model).__name__, f"{names} attends without a backend")
         set_backend(model, backend)
 
     host.set_attention_backend = checked

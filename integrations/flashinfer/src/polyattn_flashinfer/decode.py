@@ -24,7 +24,11 @@ from polyattn_flashinfer.calls import (
 )
 from polyattn_flashinfer.wrappers import Wrapper
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(
@@ -169,6 +173,22 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._table[:, : table.shape[1]] = table
         self._lens.copy_(torch.tensor(lens, device="cpu"))
         return self._table
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph`."""
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ):
+        buffers = indptr_buffer, indices_buffer, last_page_len_buffer
+        super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)
 
 
 def planned_sizes(heads: int, kv_heads: int, size: int, page: int | None = None) -> dict[str, int]:

@@ -8,6 +8,7 @@ from polyattn_flashinfer.cascade import (
 )
 from polyattn_flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
 from polyattn_flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -27,6 +28,7 @@ from polyattn_flashinfer.prefill import (
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper", "append_paged_kv_cache", "append_paged_mla_kv_cache",
     "get_batch_indices_positions", "get_seq_lens", "merge_state", "merge_state_in_place",
     "merge_states", "single_decode_with_kv_cache", "single_prefill_with_kv_cache",

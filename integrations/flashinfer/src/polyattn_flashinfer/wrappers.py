@@ -31,6 +31,7 @@ class Wrapper:
             )
         self.is_cuda_graph_enabled = use_cuda_graph
         self.device, self.layout = workspace.device, checked_layout(kv_layout)
+        self._int_workspace_buffer = workspace  # engines share FlashInfer's among its wrappers
         self._step: Step | None = None
         self._out_dtype: torch.dtype | None = None
         self._sizes: dict[str, int] = {}

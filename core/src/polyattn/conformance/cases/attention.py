@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-from polyattn.conformance.case import Case, caches, captures, served_phases, stored_as, unread
+from polyattn.conformance.case import (
+    Case,
+    caches,
+    captures,
+    changed,
+    served_phases,
+    stored_as,
+    unread,
+)
 from polyattn.conformance.cases import forests, functions, invariance, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, names
@@ -84,7 +92,7 @@ def derive(info: BackendInfo, device: Device, whole: bool = True) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`, or those of `ONE_LAYER` alone."""
     caps = info.capabilities
     bases = [
-        base_spec(caps, role, cached)
+        _stored(info, base_spec(caps, role, cached))
         for role in Role
         if role in caps.roles
         for cached in (True, False)
@@ -109,7 +117,8 @@ def derive(info: BackendInfo, device: Device, whole: bool = True) -> list[Case]:
     if not whole:
         return can
     if True in caps.cached and "decode" in caps.phases:
-        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
+        base = _stored(info, base_spec(caps, Role.DECODER, True))
+        can += sparse.derive(info, base, device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
@@ -169,6 +178,20 @@ def base_spec(caps: Capabilities, role: Role, cached: bool) -> LayerSpec:
     )
 
 
+def _stored(info: BackendInfo, base: LayerSpec) -> LayerSpec:
+    """Return a base layer over a cache that the backend reads, where the layer's own dtype isn't one."""
+    caps = info.capabilities
+    if not base.cached or "auto" in caps.kv_cache_dtypes:
+        return base
+    for size in (base.head_size, *caps.head_sizes.examples(HEAD_SIZES)):
+        sized = base.replace(head_size=size)
+        for name in caches(caps, sized):
+            spec = sized.replace(**stored_as(caps, name))
+            if not unread(info, spec):
+                return spec
+    return base
+
+
 def _batches_for(caps: Capabilities, base: LayerSpec) -> tuple[str, ...]:
     if not base.cached:
         # Where keys and queries are the same tokens, there are as many of each.
@@ -199,45 +222,53 @@ def _views(names: tuple[str, ...]) -> str:
 
 
 def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    """Yield the layers that claims add, without those that a cache's format has no rows for."""
+    for label, fields in _changes(caps, base):
+        spec = changed(base, **fields)
+        if spec is not None:
+            yield label, spec
+
+
+def _changes(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     for dtype in DTYPES:
         if dtype in caps.dtypes and dtype != base.dtype:
-            yield f"dtype {dtype}", base.replace(dtype=dtype)
+            yield f"dtype {dtype}", {"dtype": dtype}
     for size in caps.head_sizes.examples(HEAD_SIZES):
         if size != base.head_size:
-            yield f"head_size {size}", base.replace(head_size=size)
-    yield "scale", base.replace(scale=1.31)
+            yield f"head_size {size}", {"head_size": size}
+    yield "scale", {"scale": 1.31}
     for count in KV_HEADS:
         heads = count * base.gqa_ratio
-        yield f"kv_heads {count}", base.replace(num_heads=heads, num_kv_heads=count)
+        yield f"kv_heads {count}", {"num_heads": heads, "num_kv_heads": count}
     if "gqa" in caps.features:
         for ratio in caps.gqa_ratios.examples(GQA_RATIOS):
-            yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
+            yield f"gqa {ratio}", {"num_heads": 2 * ratio, "num_kv_heads": 2}
         if 5 in caps.gqa_ratios:
-            yield "mqa", base.replace(num_heads=5, num_kv_heads=1)
+            yield "mqa", {"num_heads": 5, "num_kv_heads": 1}
     for k, v in sorted(caps.v_head_pairs):
-        yield f"feature v_head_size {k}/{v}", base.replace(head_size=k, v_head_size=v)
+        yield f"feature v_head_size {k}/{v}", {"head_size": k, "v_head_size": v}
     if "v_head_size" in caps.features and not caps.v_head_pairs:
         for size in caps.v_head_sizes.examples((32, 48, 128)):
             if size != base.head_size:
-                yield f"feature v_head_size {size}", base.replace(v_head_size=size)
+                yield f"feature v_head_size {size}", {"v_head_size": size}
     if base.cached:
-        yield from _cache_variants(caps, base)
-    yield from _feature_variants(caps, base)
+        yield from _cache_changes(caps, base)
+    yield from _feature_changes(caps, base)
 
 
-def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+def _cache_changes(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     for cached in caches(caps, base, every=False):
-        yield f"feature kv_cache_dtype {cached}", base.replace(**stored_as(caps, cached))
+        yield f"feature kv_cache_dtype {cached}", stored_as(caps, cached)
     for size in caps.block_sizes.examples(BLOCK_SIZES):
         if size != base.block_size:
-            yield f"block_size {size}", base.replace(block_size=size)
+            yield f"block_size {size}", {"block_size": size}
     if "NHD" in caps.layouts:
         preferred = caps.preferred_block_size
         expanded = next(
             (preferred * k for k in (2, 3, 5) if preferred * k not in caps.block_sizes), None
         )
         if expanded:
-            yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+            yield f"expanded block_size {expanded}", {"block_size": expanded}
 
 
 def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterator[Case]:
@@ -262,7 +293,7 @@ def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterat
         yield Case("shared", where, spec, "shared" if "prefill" in names else "decode")
 
 
-def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+def _feature_changes(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     claimed = [name for name in FEATURE_FIELDS if name in caps.features]
     if base.role is not Role.DECODER:
         wanted = names("sliding_window window_right logit_soft_cap alibi lse fp8_output fp8_inputs")
@@ -273,27 +304,27 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     if not base.cached:
         claimed = [name for name in claimed if not name.startswith("cache_positions")]
     for name in claimed:
-        yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
+        yield f"feature {name}", fields_of(caps, name, bool(base.cached))
     for name in SCALED:
         if name in claimed:
-            yield f"pair scale {name}", base.replace(scale=1.31, **FEATURE_FIELDS[name])
+            yield f"pair scale {name}", {"scale": 1.31, **FEATURE_FIELDS[name]}
     if base.cached and "fp8_inputs" in claimed and not caps.fp8_compute:
         fields = fields_of(caps, "fp8_inputs", True) | {"fp8_compute": True}
-        yield "feature fp8_inputs, fp8_compute", base.replace(**fields)
+        yield "feature fp8_inputs, fp8_compute", fields
     if base.role is Role.DECODER or not base.cached:
         for first, second in combinations([name for name in claimed if name not in ALONE], 2):
             if base.cached or {first, second} & {"non_causal", "lse"}:
                 fields = fields_of(caps, first, bool(base.cached)) | fields_of(
                     caps, second, bool(base.cached)
                 )
-                yield f"pair {first} {second}", base.replace(**fields)
+                yield f"pair {first} {second}", fields
     if base.role is Role.DECODER and base.cached:
         for cached in caches(caps, base, every=False):
             for name in claimed:
                 fields = FEATURE_FIELDS[name]
                 if "kv_cache_dtype" not in fields and name not in LEVELS:
                     changes = fields | stored_as(caps, cached)
-                    yield f"pair {cached} {name}", base.replace(**changes)
+                    yield f"pair {cached} {name}", changes
 
 
 def _behaviour(
@@ -383,9 +414,9 @@ def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[C
     attempts["v_head_size"] = {"v_head_size": base.head_size // 2}
     if base.cached:
         attempts |= {f"kv_cache_dtype {c}": {"kv_cache_dtype": c} for c in KV_CACHE_DTYPES}
-        attempts["uncached"] = {"cached": False, "block_size": None}
+        attempts["uncached"] = {"cached": False, "block_size": None, "kv_cache_dtype": "auto"}
         attempts["length_bounds"] = {"length_bounds": True}
     for label, changes in attempts.items():
-        spec = base.replace(**changes)
-        if not served_phases(caps, spec, device):
+        spec = changed(base, **changes)
+        if spec is not None and not served_phases(caps, spec, device):
             yield Case("refusal", label, spec, "none")

@@ -60,7 +60,8 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
     level = level_of(caps)
     if not level or not (base.cached and base.causal):
         return
-    if "machine_invariant" in caps.features:
+    own = base.kv_cache_dtype == "auto"  # others round keys, which calls without a cache read whole
+    if own and "machine_invariant" in caps.features:
         yield from _specified(caps, base.replace(dtype="float32", batch_invariant="machines"))
     most = "mixed" if "mixed" in names else next(n for n in ("chunked", "decode") if n in names)
     for label, spec in _layers(caps, base, Invariance.BATCH):
@@ -83,7 +84,7 @@ def derive(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Itera
         yield Case("drafted", "", spec, batch)
         yield Case("hits", "", spec, batch)
     yield Case("chunked", "", spec, "long")
-    if level < Invariance.CALLS or False not in caps.cached:
+    if not own or level < Invariance.CALLS or False not in caps.cached:
         return
     for label, spec in _layers(caps, base, Invariance.CALLS):
         if not (spec.alibi or spec.learned_sinks):  # which each layer draws for itself

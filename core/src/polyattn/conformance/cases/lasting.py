@@ -9,6 +9,7 @@ from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import is_rows
 
 COPIES = frozenset({"tpu"})
 """Platforms whose backends have copies of caches: each step would copy a cache of gigabytes."""
@@ -26,6 +27,7 @@ def derive(caps: Capabilities, base: LayerSpec, batch: str, device: Device) -> I
     if base.cached:
         yield Case("wide_table", "", base, batch)
         paged = caps.layouts[0] != "contiguous" and not COPIES & caps.platforms.keys()
+        paged = paged and not is_rows(base.kv_cache_dtype)  # any bytes are no row
         if paged and device.platform in ("cpu", "cuda", "rocm"):
             yield Case("far_blocks", "", base, "decode")
     for stored in sorted(caps.kv_cache_dtypes & {"int8", "fp8_e4m3"}) if base.cached else ():

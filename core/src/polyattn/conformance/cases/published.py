@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.conformance.case import Case, served_phases
+from polyattn.conformance.case import Case, changed, served_phases
 from polyattn.conformance.cases.lasting import COPIES
 from polyattn.device import Device
-from polyattn.errors import SpecError
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -175,7 +174,7 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
             yield Case("published", f"{where} {batch}", base.replace(**few), batch)
     reaching = "reaching" if prefills else "reaching decodes"
     for index, (label, fields) in enumerate(PUBLISHED.items()):
-        spec = _changed(base, fields)
+        spec = _other(base, fields)
         if spec is not None and index % 2 and "lse" in caps.features:
             with_lse = spec.replace(needs_lse=True)
             spec = with_lse if served_phases(caps, with_lse, device) else spec
@@ -185,7 +184,7 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     if not base.cached and prefills:  # over a cache are contexts enough
         batches = ["fewer keys"] if True in caps.cached else ["fewer keys", *batches]
     for label, fields in COMBINED.items():
-        spec = _changed(base, fields) if fields else None
+        spec = _other(base, fields) if fields else None
         if spec is None:
             continue
         for batch in batches:
@@ -205,11 +204,8 @@ def _walks(caps: Capabilities, block: int | None) -> bool:
     )
 
 
-def _changed(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
+def _other(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
     """Return the base spec with other fields, None where it is the same, or no layer."""
     fields = {n: v for n, v in fields.items() if n != "block_size" or base.cached}
-    try:
-        changed = base.replace(**fields) if fields else base
-    except SpecError:
-        return None
-    return None if changed == base else changed
+    spec = changed(base, **fields)
+    return None if spec == base else spec

@@ -58,6 +58,7 @@ def attend(
     inputs: Mapping[str, Tensor] | None = None,
     seq: int = 0,
     first: int = 0,
+    sees: Callable[[LayerSpec, int, int, int], Tensor] = visible,
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, with all of its keys and values.
 
@@ -66,10 +67,10 @@ def attend(
     learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf, beside a
     sink, too. `inputs`: what a variant's or a mask's functions read beside the layer's own, `seq` the
     sequence's number for them; without a softmax the LSE is NaN. `first`: the first key's position.
+    `sees`: the mask, as `visible` makes it.
     """
-    params = params or LayerParams()
+    params, ratio = params or LayerParams(), spec.gqa_ratio
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
-    ratio = spec.gqa_ratio
     if spec.rope is not None and spec.rope.positions == "cache":
         each = key.repeat_interleave(ratio, dim=1)
         scores = products_in_cache(spec, spec.rope, query, each) * spec.scale
@@ -85,9 +86,8 @@ def attend(
         position = torch.arange(num_queries, device="cpu")[:, None] + (num_keys - num_queries)
         distance = (torch.arange(num_keys, device="cpu") - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
-    mask = visible(spec, num_queries, num_keys, first)
-    pointwise = Pointwise.of(spec)
-    if pointwise is not None:
+    mask = sees(spec, num_queries, num_keys, first)
+    if (pointwise := Pointwise.of(spec)) is not None:
         values = _widened({**(inputs or {}), **params.inputs}, dtype)
         places = _places(spec.num_heads, num_queries, num_keys, seq)
         scores = pointwise.score(scores, places, values)
@@ -250,12 +250,13 @@ def forward(
     params: LayerParams | None = None,
     dtype: torch.dtype = torch.float64,
     transformed: bool = False,
+    sees: Callable[[LayerSpec, int, int, int], Tensor] = visible,
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
     Quantised inputs count as the numbers that they encode. `transformed`: the caller has applied a
-    variant's transforms. Returns the output (num_tokens, num_heads, v_head_size), never quantised, and
-    the LSE (num_tokens, num_heads).
+    variant's transforms, `sees` the mask. Returns the output (num_tokens, num_heads, v_head_size), never
+    quantised, and the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
     query = exact(query, params.q_scale, dtype)
@@ -284,7 +285,7 @@ def forward(
             )
         first = batch.first_positions[index] if batch.first_positions else 0
         output[rows], lse[rows] = attend(
-            spec, mine, keys, values, params, dtype, inputs, seq, first
+            spec, mine, keys, values, params, dtype, inputs, seq, first, sees
         )
         if transforms is not None:
             output[rows] = after(output[rows])

@@ -15,6 +15,7 @@ from torch import Tensor
 from polyattn.families.attention import reference
 from polyattn.families.attention.brought import Brought
 from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.mistakes import mistake_of
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
@@ -40,6 +41,7 @@ from polyattn.workload.steps import (
     paged,
     share_blocks,
 )
+from polyattn.workload.tolerance import tolerance_of
 
 OFFSETS = {"+100": 100.0, "-100": -100.0}
 """What unusual logits are raised or lowered by: more than float32's exponential takes."""
@@ -246,6 +248,9 @@ class AttentionWorkload(AttendingWorkload):
     def exact(self, out: Tensor) -> Tensor:
         """Return the numbers that an output encodes, in float64."""
         return reference.exact(out, self.layer.params.out_scale, torch.float64)
+
+    def mistake(self, out: Tensor) -> str:
+        return mistake_of(self, out, tolerance_of(self.spec, self.offset).output)
 
     def token_error(self, index: int) -> float:
         """Return the error of the last run's last token of a sequence, by what the cache holds now.
