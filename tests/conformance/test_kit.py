@@ -19,7 +19,7 @@ from polyattn import Batch, LayerGroup, LayerSpec, RecurrentSpec, resolve_device
 from polyattn.conformance import plugin
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
-from polyattn.conformance.draws import EXAMPLES, Draw, attention_specs
+from polyattn.conformance.draws import EXAMPLES, TRIES, Draw, attention_specs, require
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.rotation import RotationHarness
@@ -245,6 +245,21 @@ def test_a_search_is_repeated_by_its_seed() -> None:
     assert drawn[0] == drawn[1]
     rows = [(1, 107), (1, 570), (5, 75), (11, 19), (12, 370), (1, 29)]
     assert Draw(7).lengths() == rows  # on any machine, whatever is loaded
+
+
+def test_a_search_that_fails_says_what_it_drew() -> None:
+    def wrong(draw: Draw) -> None:
+        raise ValueError(f"after {len(draw.lengths())} rows")
+
+    def unclaimed(draw: Draw) -> None:
+        require(False)
+
+    harness = Harness("TORCH_SDPA", CPU, 7)
+    with pytest.raises(ValueError, match=r"after \d+ rows") as caught:
+        drawn_(harness, wrong)
+    assert caught.value.__notes__[0].startswith("draw 1 of seed 7: (query, length) [(")
+    with pytest.raises(AssertionError, match=f"none of {TRIES} layers"):
+        drawn_(harness, unclaimed)
 
 
 def test_a_rotated_key_may_be_off_by_what_its_pair_s_float32_is() -> None:
