@@ -94,7 +94,7 @@ def produce(
         for i in range(count):
             ahead = blocks_of_boxes(
                 TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES, oldest
-            )  # fmt: skip
+            )
             stage = n % STAGES
             free = (n // STAGES + 1) & 1  # of a stage never used: at once
             copy_tile(
