@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from defaults import CPU_DEFAULT
-from hypothesis import strategies as st
 from kits import PARTS, conforms, kit
 from polyattn import Batch, LayerGroup, LayerSpec, RecurrentSpec, resolve_device
 from polyattn.conformance import plugin
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
-from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
+from polyattn.conformance.draws import EXAMPLES, TRIES, Draw, attention_specs, require
 from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.rotation import RotationHarness
@@ -231,19 +230,36 @@ def test_a_kit_goes_on_where_its_report_ended(
 
 
 def test_a_search_is_repeated_by_its_seed() -> None:
-    """The same layers, the same batches: what fails once fails again."""
+    """The same layers, the same batches, on any machine: what fails once fails again."""
     drawn: list[list[str]] = []
     for _ in range(2):
         seen: list[str] = []
 
-        def example(data: st.DataObject, seen: list[str] = seen) -> None:
-            seen.append(str(data.draw(attention_specs(CLAIMS, BASE))) + str(data.draw(lengths)))
+        def example(draw: Draw, seen: list[str] = seen) -> None:
+            seen.append(f"{attention_specs(draw, CLAIMS, BASE)} {draw.lengths()}")
 
         harness = Harness("TORCH_SDPA", CPU, 7)
         harness.budget = 0.0
         assert drawn_(harness, example) == len(seen) > 0
         drawn.append(seen)
     assert drawn[0] == drawn[1]
+    rows = [(1, 107), (1, 570), (5, 75), (11, 19), (12, 370), (1, 29)]
+    assert Draw(7).lengths() == rows  # on any machine, whatever is loaded
+
+
+def test_a_search_that_fails_says_what_it_drew() -> None:
+    def wrong(draw: Draw) -> None:
+        raise ValueError(f"after {len(draw.lengths())} rows")
+
+    def unclaimed(draw: Draw) -> None:
+        require(False)
+
+    harness = Harness("TORCH_SDPA", CPU, 7)
+    with pytest.raises(ValueError, match=r"after \d+ rows") as caught:
+        drawn_(harness, wrong)
+    assert caught.value.__notes__[0].startswith("draw 1 of seed 7: (query, length) [(")
+    with pytest.raises(AssertionError, match=f"none of {TRIES} layers"):
+        drawn_(harness, unclaimed)
 
 
 def test_a_rotated_key_may_be_off_by_what_its_pair_s_float32_is() -> None:

@@ -135,7 +135,7 @@ def counted(kind: type[Any], seed: int, most: int) -> Tally:
 )
 def test_a_liar_is_counted(kind: type[Any]) -> None:
     with few_layers() if kind in MANY else nullcontext():
-        tally = counted(kind, 2, 300)
+        tally = counted(kind, 3, 300)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 

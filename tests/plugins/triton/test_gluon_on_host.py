@@ -68,6 +68,14 @@ def filled(
     return cache, table
 
 
+def leave(cache: KVCache, table: torch.Tensor, firsts: list[int], window: int) -> None:
+    """Fill the blocks with NaN that the windows of the sequences' first tokens have left."""
+    for pages, first in zip(table, firsts, strict=True):
+        gone = max(0, first - window + 1) // cache.block_size
+        for stored in (cache.key, cache.value):
+            stored[pages[:gone].long()] = torch.nan
+
+
 def lay(new: torch.Tensor, stored: torch.Tensor, pages: torch.Tensor) -> None:
     """Lay a sequence's rows into its blocks."""
     for page, rows in zip(pages.tolist(), new.split(stored.shape[1]), strict=False):
@@ -97,9 +105,12 @@ def run(
     )
     backend = backend_of(spec, cache.format, sms)
     plan = backend.plan(batch)
+    wanted, lse = reference.forward(spec, query, key, value, cache, batch, frame.params)
+    if spec.sliding_window:
+        firsts = [n - q for q, n in zip(queries, lens, strict=True)]
+        leave(cache, table, firsts, spec.sliding_window)
     with patch.object(TritonAttention, "_turn_rows", by_torch), on_host(order) as launches:
         backend.run(plan, frame)
-    wanted, lse = reference.forward(spec, query, key, value, cache, batch, frame.params)
     tolerance = tolerance_of(spec)
     assert output_error(out, wanted) <= tolerance.output
     assert lse_error(frame.lse, lse) <= tolerance.lse

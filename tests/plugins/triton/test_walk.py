@@ -16,7 +16,7 @@ MAMBA2 = WALKS[AttentionKind.MAMBA2]
 
 
 def cut(counts: list[int], heads: int) -> int:
-    return tokens_of_piece(counts, 64, MAMBA2, (heads, heads), 132 * MAMBA2.on_one)
+    return tokens_of_piece(counts, 64, MAMBA2, (heads, heads), (132, MAMBA2.on_one))
 
 
 def test_few_long_prompts_are_cut_to_whole_chunks() -> None:
@@ -40,6 +40,16 @@ def test_a_walk_counts_programs_that_share_a_multiprocessor(
     spec = LayerSpec(kind="kda", num_heads=32, head_size=128, recurrent=RecurrentSpec())
     batch = Batch([0, 16000], [16000], state_slots=torch.zeros(1, dtype=torch.int64))
     assert walk.Walk(spec, "sm_90", torch.device("cpu")).cut(batch) is not None
+
+
+def test_pieces_fill_the_multiprocessors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H200: 8 heads of 256 states, a prompt of 8,000: 213 us in 8 pieces, 298 in 12, of 192 programs."""
+    monkeypatch.setattr(walk, "multiprocessors", lambda device: 132)
+    form = RecurrentSpec(state_size=256)
+    spec = LayerSpec(kind="mamba2", num_heads=8, num_kv_heads=1, head_size=128, recurrent=form)
+    batch = Batch([0, 8000], [8000], state_slots=torch.zeros(1, dtype=torch.int64))
+    pieces = walk.Walk(spec, "sm_90", torch.device("cpu")).cut(batch)
+    assert pieces is not None and pieces.size == 1024
 
 
 @pytest.mark.slow

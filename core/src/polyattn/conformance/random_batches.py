@@ -15,13 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import assume
-from hypothesis import strategies as st
 
 from polyattn.conformance.boundaries import draw_turning, numbers_of, turning
 from polyattn.conformance.checks.services import STATES, merge_error, over_all
 from polyattn.conformance.derive import derive
-from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers
+from polyattn.conformance.draws import (
+    Draw,
+    UnclaimedError,
+    drawn,
+    drawn_group,
+    drawn_numbers,
+    require,
+)
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.device import Device
@@ -105,8 +110,8 @@ def random_batches(info: BackendInfo, device: Device, seed: int, count: int) -> 
         each = -(-count // len(cases))
         size = min(ROUND, each)
 
-        def once(data: st.DataObject) -> None:
-            run(data, harness, case.spec, size, tally)  # noqa: B023
+        def once(draw: Draw) -> None:
+            run(draw, harness, case.spec, size, tally)  # noqa: B023
             tally.layers += 1
 
         drawn(harness, once, -(-each // size))
@@ -143,14 +148,12 @@ def _drawn_batch(dice: Dice, lengths: Sequence[tuple[int, int]]) -> tuple[list[i
     return requests, [i for i in real if spoilt[i]]
 
 
-def _attending(
-    data: st.DataObject, harness: Harness, base: LayerSpec, count: int, tally: Tally
-) -> None:
-    group = drawn_group(data, harness, base, with_variants=True)
+def _attending(draw: Draw, harness: Harness, base: LayerSpec, count: int, tally: Tally) -> None:
+    group = drawn_group(draw, harness, base, with_variants=True)
     spec, form = group.spec, group.cache_format
     if base.latent is None and base.recurrent is None:
-        assume(spec.num_heads * spec.head_size <= WIDEST_ROW)
-    numbers, dice = drawn_numbers(data, spec), harness.dice
+        require(spec.num_heads * spec.head_size <= WIDEST_ROW)
+    numbers, dice = drawn_numbers(draw, spec), harness.dice
     layer = harness.layer(spec, group=group, **numbers)
     block = form.block_size if form else 16
     at = turning(numbers_of(harness.info.path), spec, block)
@@ -189,15 +192,12 @@ def _one_batch(step: Workload, spoilt: Sequence[int], who: str, tally: Tally) ->
         tally.fail(f"{who}: {error}; {where}")
 
 
-def _storing(
-    data: st.DataObject, harness: StoreHarness, base: LayerSpec, count: int, tally: Tally
-) -> None:
+def _storing(draw: Draw, harness: StoreHarness, base: LayerSpec, count: int, tally: Tally) -> None:
     layouts = harness.info.capabilities.layouts
     try:
-        group, store = harness.store(base, data.draw(st.sampled_from(layouts)))
+        group, store = harness.store(base, draw.choice(layouts))
     except PolyattnError:  # such a block size in such a layout, say
-        assume(False)
-        raise
+        raise UnclaimedError from None
     who = f"{harness.backend}, {base}, seed {harness.seed}"
     for _ in range(count):
         new = harness.tokens(group, harness.dice.choice((0, 1, 2, 5, 16, 37)))
@@ -213,9 +213,7 @@ def _storing(
             tally.fail(f"{who}: {error}; {len(new.slots)} tokens, spoilt {spoilt}")
 
 
-def _merging(
-    data: st.DataObject, harness: MergeHarness, base: LayerSpec, count: int, tally: Tally
-) -> None:
+def _merging(draw: Draw, harness: MergeHarness, base: LayerSpec, count: int, tally: Tally) -> None:
     merge, dice = harness.merge(base), harness.dice
     precise = torch.float64 if base.dtype == "float64" else torch.float32
     limit = STATES * (1.0 if precise is torch.float32 else 0.1)

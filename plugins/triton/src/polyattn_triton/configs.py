@@ -296,8 +296,8 @@ class WalkConfig:
     """What a walk through chunks takes in pieces, in units of a chunk of a program that walks alone.
 
     `on_one`: programs of states of 128 keys that a multiprocessor runs beside each other in the time of
-    one. `left`: a chunk of the launch that finds what pieces leave. `carry`: what each piece of the
-    longest sequence costs the other launch. `begin`: a launch.
+    one. `left`: a chunk of the launch that finds what pieces leave. `carry`: what each earlier piece
+    costs a program of the other launch. `begin`: a launch.
     """
 
     on_one: float
@@ -307,11 +307,11 @@ class WalkConfig:
 
 
 WALKS: dict[AttentionKind, WalkConfig] = {
-    AttentionKind.MAMBA2: WalkConfig(1.9, 0.55, 0.47, 0.45),
-    AttentionKind.LINEAR: WalkConfig(1.3, 0.33, 0.2, 1.4),
-    AttentionKind.GDN: WalkConfig(1.3, 0.43, 0.78, 4.2),
-    AttentionKind.KDA: WalkConfig(1.65, 1.1, 1.7, 0.6),
-    AttentionKind.RWKV7: WalkConfig(1.4, 0.9, 2.2, 6.0),
+    AttentionKind.MAMBA2: WalkConfig(1.56, 0.73, 0.28, 0.38),
+    AttentionKind.LINEAR: WalkConfig(1.86, 1.35, 0.58, 0.5),
+    AttentionKind.GDN: WalkConfig(1.7, 0.85, 1.56, 0.9),
+    AttentionKind.KDA: WalkConfig(1.25, 0.67, 2.49, 0.38),
+    AttentionKind.RWKV7: WalkConfig(1.14, 0.54, 1.49, 0.77),
 }
 """Fitted to an H200."""
 FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}

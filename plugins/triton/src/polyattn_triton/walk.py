@@ -7,6 +7,7 @@ second ("out") starts each piece with what those before it leave.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,25 +36,35 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
 
 
 def tokens_of_piece(
-    counts: Sequence[int], chunk: int, config: WalkConfig, blocks: tuple[int, int], places: float
+    counts: Sequence[int],
+    chunk: int,
+    config: WalkConfig,
+    blocks: tuple[int, int],
+    chip: tuple[int, float],
 ) -> int:
     """Return the tokens of a piece with which a walk takes the least; 0: of whole sequences.
 
     `counts`: tokens of each sequence. `blocks`: programs of a piece in the launches "out" and "left".
-    `places`: programs that run side by side.
+    `chip`: multiprocessors, and how many programs one runs side by side in the time of one. Each has a
+    whole number of programs, so that one more than fit at once costs a turn.
     """
     total, longest = sum(counts), triton.cdiv(max(counts, default=0), chunk)
-    shared = total * blocks[0] / (chunk * places)
-    ways = [(max(longest, shared), 0)]
+    processors, beside = chip
+
+    def turns(programs: float) -> float:
+        return math.ceil(programs / processors) / beside
+
+    ways = [(longest * max(1.0, turns(total * blocks[0] / (chunk * max(longest, 1)))), 0)]
     for pieces in PIECES:
         if pieces > longest:
             break
         size = triton.cdiv(longest, pieces)
-        tokens = size * chunk
-        before = sum((count - 1) // tokens for count in counts if count) * size
-        left = config.left * max(size, before * blocks[1] / places)
-        rest = config.begin + config.carry * triton.cdiv(longest, size)
-        ways.append((left + max(size, shared) + rest, tokens))
+        tokens, last = size * chunk, triton.cdiv(longest, size) - 1
+        before = sum((count - 1) // tokens for count in counts if count)
+        left = config.left * size * max(1.0, turns(before * blocks[1]))
+        shared = turns(total * blocks[0] / tokens) * (size + config.carry * last / 2)
+        out = max(size + config.carry * (last + 1), shared)
+        ways.append((config.begin + left + out, tokens))
     return min(ways)[1]
 
 
@@ -82,7 +93,8 @@ class Walk:
         self.blocks = {"whole": out, "out": out, "left": left}
         self.chunk, self.config = config.chunk, WALKS[spec.kind]
         # Wider states leave a multiprocessor room for fewer programs, down to one.
-        self.places = multiprocessors(device) * max(1.0, self.config.on_one * 128 / power(keys))
+        beside = max(1.0, self.config.on_one * 128 / power(keys))
+        self.chip = multiprocessors(device), beside
         # Products with a matrix M are of 16 bits, and M has its registers on Hopper: sm_80 spills 9 KB.
         elsewhere = arch.startswith(("sm_", "gfx")) and not arch_matches("sm_90", arch)
         products = spec.dtype != "float32" and power(keys) <= WIDEST and not elsewhere
@@ -96,7 +108,7 @@ class Walk:
         if not self.cuts:
             return None
         blocks = self.heads * self.blocks["out"], self.heads * self.blocks["left"]
-        size = tokens_of_piece(batch.query_lens, self.chunk, self.config, blocks, self.places)
+        size = tokens_of_piece(batch.query_lens, self.chunk, self.config, blocks, self.chip)
         return Pieces(batch, size) if size else None
 
     def launches(self, sequences: int, pieces: Pieces | None) -> Iterator[Launch]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
-
 from polyattn.conformance.case import Case
 from polyattn.conformance.derive import CASE
-from polyattn.conformance.draws import drawn, drawn_group, drawn_numbers, lengths
+from polyattn.conformance.draws import Draw, drawn, drawn_group, drawn_numbers
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.random_batches import random_batches
 
@@ -16,10 +14,10 @@ def search(case: Case, harness: Harness) -> None:
     phases = harness.info.capabilities.phases
     decodes = "prefill" not in phases and (case.spec.latent is None or case.spec.chooses)
 
-    def example(data: st.DataObject) -> None:
-        group = drawn_group(data, harness, case.spec)
-        numbers = drawn_numbers(data, group.spec)
-        steps = [data.draw(lengths, label="(query, length)") for _ in range(2)]
+    def example(draw: Draw) -> None:
+        group = drawn_group(draw, harness, case.spec)
+        numbers = drawn_numbers(draw, group.spec)
+        steps = [draw.lengths() for _ in range(2)]
         if decodes:
             steps = [[(1, max(length, 1)) for _, length in step] for step in steps]
         layers = [harness.layer(group.spec, group=group, **numbers) for _ in range(2)]

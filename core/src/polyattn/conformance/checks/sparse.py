@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import assume
-from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.sparse import serves
-from polyattn.conformance.draws import drawn, lengths
+from polyattn.conformance.draws import Draw, drawn, require
 from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
@@ -75,35 +73,34 @@ def sparse_search(case: Case, harness: Harness) -> None:
     """Any choice over any batch: heads, scopes, granularities, block sizes, entries."""
     caps = harness.info.capabilities
 
-    def example(data: st.DataObject) -> None:
-        spec = data.draw(_specs(case.spec, sorted(caps.dtypes)), label="spec")
-        assume(serves(caps, spec, harness.device))
+    def example(draw: Draw) -> None:
+        spec = _drawn_spec(draw, case.spec, sorted(caps.dtypes))
+        require(serves(caps, spec, harness.device))
+        draw.said.append(str(spec))
         layer = harness.layer(spec)
-        step = data.draw(lengths, label="(query, length)")[:4]
-        harness.step(layer, step).check("drawn: ")
+        harness.step(layer, draw.lengths()[:4]).check("drawn: ")
 
     drawn(harness, example)
 
 
-@st.composite
-def _specs(draw: st.DrawFn, base: LayerSpec, dtypes: list[str]) -> LayerSpec:
-    group = draw(st.sampled_from((1, 1, 2, 3, 4, 16, 64, 128)))
-    scope, heads = draw(st.sampled_from(SCOPES)), draw(st.integers(1, 4))
-    latent = heads == 1 and draw(st.booleans())
+def _drawn_spec(draw: Draw, base: LayerSpec, dtypes: list[str]) -> LayerSpec:
+    group = draw.choice((1, 1, 2, 3, 4, 16, 64, 128))
+    scope, heads = draw.choice(SCOPES), draw.integer(1, 5)
+    latent = heads == 1 and draw.integer(0, 2) == 1
     choice = SparseSpec(
-        budget=draw(st.integers(1, 20)),
+        budget=draw.integer(1, 21),
         granularity=group,
         scope=scope,
-        tokens_per_entry=draw(st.sampled_from((1, 1, 2, 4, 128))),
-        physical=group == 1 and draw(st.booleans()),
+        tokens_per_entry=draw.choice((1, 1, 2, 4, 128)),
+        physical=group == 1 and draw.integer(0, 2) == 1,
         value_in_key=latent,
     )
     return LayerSpec(
         kind=base.kind,
-        num_heads=heads * draw(st.integers(1, 4)),
+        num_heads=heads * draw.integer(1, 5),
         num_kv_heads=heads,
         head_size=base.head_size,
-        dtype=draw(st.sampled_from(dtypes)),
-        block_size=draw(st.sampled_from((None, 1, 16, 48, 128))),
+        dtype=draw.choice(dtypes),
+        block_size=draw.choice((None, 1, 16, 48, 128)),
         sparse=choice,
     )

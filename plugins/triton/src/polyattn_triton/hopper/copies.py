@@ -13,13 +13,20 @@ from polyattn_triton.hopper.names import async_load_box
 @gluon.jit
 def blocks_of_boxes(
     BT, key, seq_len, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
-    LANES: gl.constexpr,
+    LANES: gl.constexpr, oldest=None,
 ):  # fmt: skip
-    """Which blocks hold the boxes of a tile's keys, one a lane; -1 past the length."""
+    """Which blocks hold the boxes of a tile's keys, one a lane; -1 past the length.
+
+    For a block before the `oldest` key that a row sees, that key's block stands in: another sequence may
+    have it by now, and no weight hides NaN.
+    """
     at = key + gl.arange(0, 32, layout=LANES) * BOX
     inside = at < seq_len
     if PAGED:
-        blocks = gl.load(BT + at // BLOCK_SIZE, mask=inside & (at >= 0), other=-1)
+        read = at
+        if oldest is not None:
+            read = gl.maximum(at, oldest)
+        blocks = gl.load(BT + read // BLOCK_SIZE, mask=inside & (at >= 0), other=-1)
     else:
         blocks = gl.where(inside, 0, -1)
     return blocks
@@ -61,10 +68,13 @@ def produce(
     at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     while at < stop:
-        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
+        _token0, query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
             SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
             G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
         )  # fmt: skip
+        oldest = None
+        if WINDOW > 0:
+            oldest = gl.maximum(seq_len - query_len + start // G - WINDOW + 1, 0)
         k_first = head * k_row
         v_first = head * v_row
         k_at = head * k_col
@@ -75,14 +85,16 @@ def produce(
             v_first += key_start
         TABLE = BT + seq.to(gl.int64) * bt_s
         key = (first + count - 1) * BLOCK_N
-        blocks = blocks_of_boxes(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
+        blocks = blocks_of_boxes(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES, oldest)
         # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
         before = gl.full([32], -1, gl.int32, LANES)
         at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
         for i in range(count):
-            ahead = blocks_of_boxes(TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
+            ahead = blocks_of_boxes(
+                TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES, oldest
+            )
             stage = n % STAGES
             free = (n // STAGES + 1) & 1  # of a stage never used: at once
             copy_tile(

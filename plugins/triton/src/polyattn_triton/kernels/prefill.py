@@ -82,9 +82,10 @@ def _tiles(
         key_pos = tile * BLOCK_N + offs_n
         tile_pos = tile * BLOCK_N
         inside = key_pos < seq_len
-        if SINK_TOKENS > 0:  # what no row sees may be gone
+        if MASK and (WINDOW > 0 or CHUNK > 0):  # what no row sees may be gone
             low, kept_stop, near = seen
-            inside = inside & (((key_pos >= low) & (key_pos < kept_stop)) | (key_pos >= near))
+            of_kept = (key_pos >= low) & (key_pos < kept_stop)
+            inside = inside & (of_kept | (key_pos >= near))
         if LISTED:
             # Two steps ahead, for the same reason as blocks. What is handed on as it is would keep the
             # loop from being pipelined (Triton 3.6).
