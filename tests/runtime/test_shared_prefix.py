@@ -143,10 +143,18 @@ def test_padding_rows_share_nothing() -> None:
 
 def test_bad_input() -> None:
     table = np.zeros((2, 3), np.int32)
-    with pytest.raises(BatchError, match=r"lens 1 entries"):
-        shared_prefixes(table, [4], 16)
-    with pytest.raises(BatchError, match="block_size=0"):
-        shared_prefixes(table, [4, 4], 0)
+    for lens, told in (
+        ([4], r"lens \(1,\)"),
+        (np.zeros((2, 2), int), r"lens \(2, 2\)"),
+        (None, "lens=None must be a list of integers"),
+        ([[1], [2]], r"lens\[0\]=\[1\] must be an integer"),
+        ([1, -1], r"lens=\[1, -1\] must be integers, 0 or more"),
+    ):
+        with pytest.raises(BatchError, match=told):
+            shared_prefixes(table, lens, 16)  # type: ignore[arg-type]
+    for size in (0, True, 1.5):
+        with pytest.raises(BatchError, match=f"block_size={size} must be a positive integer"):
+            shared_prefixes(table, [4, 4], size)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
