@@ -11,6 +11,7 @@ import torch
 from formulas import attend, in_window
 from polyattn import Batch, attention
 from polyattn.errors import BatchError
+from polyattn.runtime.step.integers import REMEMBERED
 from torch.nn.utils.rnn import pad_sequence
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/engine_metadata.py"
@@ -101,6 +102,16 @@ def test_a_batch_counts_prefill_and_decode_tokens_as_vllm_does(queries: list[int
     assert batch.num_decode_tokens == ordered.starts[decodes]
     assert batch.num_prefill_tokens == ordered.num_tokens - ordered.starts[decodes]
     assert STEP.block_tables is STEP.block_table
+
+
+@pytest.mark.parametrize("rows", [1, REMEMBERED - 1, REMEMBERED, REMEMBERED + 1])
+def test_any_number_of_rows_starts_where_it_says(rows: int) -> None:
+    """Decodes of up to `REMEMBERED` rows share their starts; a longer first row has its own."""
+    for first in (1, 2, 1):
+        batch = Batch([0, *range(first, rows + first)], [5] * rows)
+        assert batch.host_starts.tolist() == batch.query_start_loc.tolist() == batch.starts
+        assert batch.host_query_lens.tolist() == [first] + [1] * (rows - 1)
+        assert batch.all_decode == (first == 1) and batch.num_tokens == rows + first - 1
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
