@@ -254,6 +254,23 @@ def test_the_registration_keeps_torchs_gradients(name: str) -> None:
     assert sum(polyattn_torch.report().served.values()) == served, "restored, yet still served"
 
 
+@torch.no_grad()
+def test_the_registration_s_outputs_are_what_polyattn_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that is counted as served, and torch's own kernel answers, gives the same numbers."""
+    qkv, ours = tensors(4, 4, 9, 9), operators.sdpa
+
+    def doubled(*args: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = ours(*args, **more)
+        return 2 * out, lse
+
+    wanted = sdpa(*qkv, is_causal=True)
+    monkeypatch.setattr(operators, "sdpa", doubled)
+    activate_flash_attention_impl("polyattn")
+    close(sdpa(*qkv, is_causal=True), 2 * wanted)
+
+
 def test_a_backend_made_of_the_operator_reaches_torchs_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
