@@ -230,6 +230,16 @@ def test_compiled_without_a_break() -> None:
     assert sum(polyattn_torch.report().served.values()) == 1
 
 
+@torch.no_grad()
+def test_the_operator_of_compiled_graphs_is_what_it_declares() -> None:
+    """By torch's own checks, with values of another size than keys."""
+    query, key, value = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 24)
+    operator, mask = torch.ops.polyattn.sdpa.default, torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    for options in ((None, None, True), (mask, torch.randn(4), False)):
+        arguments = (query, key, value, *options, 0.3, 5.0, "torch")
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def trained(qkv: list[Tensor], **given: Any) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in qkv]
     out = sdpa(*leaves, **given)
