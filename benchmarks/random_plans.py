@@ -69,7 +69,7 @@ def layer(dice: Dice, windows: bool = True, **changes: Any) -> LayerSpec:
 
 def lengths(dice: Dice, package: str, spec: LayerSpec, decodes: int) -> Rows:
     """Draw a step. `decodes`: 0 any queries, 1 single tokens, else up to so many."""
-    count = dice.choice((1, 1, 2, 3, 5, 8, 13, 64))
+    count = dice.choice((1, 1, 2, 3, 5, 8, 13, 64, 65, 133))
     if dice.integer(0, 2):
         rows = draw_turning(dice, turning(numbers_of(package), spec), count, LONGEST)
     else:
@@ -129,7 +129,7 @@ def native(dice: Dice, **changes: Any) -> Drawn:
 
 
 def latents(dice: Dice) -> LayerSpec:
-    heads = dice.choice((1, 5, 16, 20, 64, 128))
+    heads = dice.choice((1, 5, 16, 20, 31, 32, 33, 64, 65, 128))
     return LayerSpec(
         kind="mla", num_heads=heads, num_kv_heads=heads, head_size=48, v_head_size=32,
         dtype="bfloat16", latent=LATENT,

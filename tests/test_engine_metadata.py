@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from polyattn import Batch
+from formulas import attend, in_window
+from polyattn import Batch, attention
 from polyattn.errors import BatchError
+from polyattn.runtime.step.integers import REMEMBERED
+from torch.nn.utils.rnn import pad_sequence
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/engine_metadata.py"
 NAMES = runpy.run_path(str(EXAMPLE))
@@ -100,8 +104,52 @@ def test_a_batch_counts_prefill_and_decode_tokens_as_vllm_does(queries: list[int
     assert STEP.block_tables is STEP.block_table
 
 
+@pytest.mark.parametrize("rows", [1, REMEMBERED - 1, REMEMBERED, REMEMBERED + 1])
+def test_any_number_of_rows_starts_where_it_says(rows: int) -> None:
+    """Decodes of up to `REMEMBERED` rows share their starts; a longer first row has its own."""
+    for first in (1, 2, 1):
+        batch = Batch([0, *range(first, rows + first)], [5] * rows)
+        assert batch.host_starts.tolist() == batch.query_start_loc.tolist() == batch.starts
+        assert batch.host_query_lens.tolist() == [first] + [1] * (rows - 1)
+        assert batch.all_decode == (first == 1) and batch.num_tokens == rows + first - 1
+
+
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == [
         "TensorRT-LLM: 2 contexts, [0, 4, 19] cached", "vLLM: [0, 4, 19] computed"
     ]  # fmt: skip
+
+
+XFORMERS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "BlockDiagonalMask": ({}, -1, -1),
+    "causal from the bottom right": ({"causal": True}, -1, 0),
+    "local, of a window of 3": ({"causal": True, "sliding_window": 3}, 2, 0),
+    "LocalAttentionFromBottomRightMask(2, 1)": ({"sliding_window": 2 + 1, "window_right": 1}, 2, 1),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": ({"causal": True}, -1, 0),
+}
+"""The calls of metadata.md's table, and the keys that xFormers shows before and behind a query's."""
+
+
+@pytest.mark.parametrize("name", XFORMERS)
+def test_xformers_masks_are_calls_of_attention(name: str) -> None:
+    (options, left, right), padded = XFORMERS[name], "Padded" in name
+    queries, keys = ([3, 3, 3], [7, 3, 4]) if padded else ([3, 5, 1], [7, 5, 4])
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(sum(lens), heads, 16, generator=generator)
+        for lens, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    parts = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
+    expected = [
+        attend(*p, in_window(len(p[0]), len(p[1]), left, right), scale=0.5)[0] for p in parts
+    ]
+    if padded:  # dense rows, each with room for the most keys
+        query = query.unflatten(0, (3, 3))
+        key, value = (pad_sequence(t.split(keys), batch_first=True) for t in (key, value))
+    else:
+        options = {"query_lens": queries, **options}
+    result = attention(query, key, value, key_lens=keys, scale=0.5, **options)
+    torch.testing.assert_close(
+        result.reshape(-1, 4, 16).double(), torch.cat(expected), rtol=0, atol=1e-5
+    )

@@ -20,6 +20,7 @@ from polyattn import (
     LayerSpec,
     StateCache,
     StepPlan,
+    attention,
     select,
 )
 from polyattn.errors import BatchError, PolyattnError
@@ -198,3 +199,25 @@ def test_compiled_over_any_cache(layout: str, changes: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: layer(*x, cache, plan), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), layer(*inputs, cache, plan))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_s_operator_is_what_it_declares(packed: bool, lse: bool) -> None:
+    """By torch's own checks: mutation and aliasing as the schema says, a fake of the outputs' form."""
+    query, key = torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 16)
+    value, lens = torch.randn(2, 5, 2, 24), ([2, 4], [7, 3]) if packed else (None, None)
+    if packed:
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+    queries, keys = lens
+    sinks = torch.randn(4)
+    result = attention(
+        query, key, value, sinks=sinks, query_lens=queries, key_lens=keys, scale=0.3,
+        sliding_window=4, logit_soft_cap=5.0, sink_tokens=1, return_lse=lse,
+    )  # fmt: skip
+    options = (False, 0.3, 4, None, 5.0, None, lse, None, 1, "none")
+    arguments = (query, key, value, None, sinks, None, queries, keys, None, *options)
+    operator = torch.ops.polyattn.attention.default
+    for output, expected in zip(operator(*arguments), result if lse else [result], strict=True):
+        assert torch.equal(output, expected)
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -18,6 +18,7 @@ from polyattn.spec.recurrent import RecurrentSpec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch_operators import Operators
 
@@ -207,6 +208,9 @@ def test_what_only_stands_for_tensors_is_named(packed: bool) -> None:
         BatchError, match=r"torch.jit.trace can't record attention; use torch.compile"
     ):
         torch.jit.trace(call, (query, key))
+    call(query, key)  # an earlier call of these shapes excuses no recorder
+    with pytest.raises(BatchError, match=r"make_fx can't record attention; use torch.export"):
+        make_fx(call)(query, key)
     with (
         FakeTensorMode(),
         pytest.raises(BatchError, match=r"(query|batch) is a FakeTensor .*; leave"),
@@ -225,6 +229,8 @@ def test_what_only_stands_for_tensors_is_named_by_a_layer() -> None:
 
     with pytest.raises(BatchError, match="can't record attention"):
         torch.jit.trace(call, query)
+    with pytest.raises(BatchError, match="make_fx can't record attention"):
+        make_fx(call)(query)
     call(query)
     with pytest.raises(BatchError, match=r"query is inside torch.vmap"):
         torch.vmap(call)(query[None])

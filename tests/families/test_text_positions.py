@@ -136,6 +136,12 @@ def test_what_is_refused() -> None:
         )
 
 
+def test_some_sequences_have_their_own_places() -> None:
+    some = Batch.from_lens(QUERIES, KEYS, first_positions=FIRSTS).part([1, 3])
+    assert some.first_positions == [7, 50]
+    assert some.key_starts == [40, 40 + 33 + 4]
+
+
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA"])
 def test_a_ring_of_pages(backend: str) -> None:
     """A window's pages are written anew in turn: a block table that repeats them is all that takes."""

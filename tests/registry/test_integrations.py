@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,13 @@ def test_another_version_of_the_host_is_a_problem(folder: Path) -> None:
     assert found("hosty").registered == "by import polyattn_hosty"
 
 
+def test_an_unreadable_distribution_hides_no_other(folder: Path) -> None:
+    install(folder, "a-unreadable", "1.0")
+    (folder / "a_unreadable-1.0.dist-info" / "entry_points.txt").write_bytes(b"\xff")
+    install(folder, "polyattn-hostv", "0.1.0", "", f"[{GROUP}]\nhostv = polyattn_hostv\n")
+    assert found("hostv").version == "0.1.0"
+
+
 def test_another_release_is_a_problem(folder: Path) -> None:
     needs = "Requires-Dist: polyattn>=99,<100\n"
     install(folder, "polyattn-hostw", "9.0", needs, f"[{GROUP}]\nhostw = polyattn_hostw\n")
@@ -57,6 +67,10 @@ def test_another_release_is_a_problem(folder: Path) -> None:
     assert problem.endswith(
         "polyattn>=99,<100 is needed; pip install --upgrade polyattn polyattn-hostw"
     )
+    code = "from polyattn.host import of_tomorrow"  # a name that this release doesn't have
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | path, capture_output=True)
+    assert ended.stderr.decode().startswith(problem) and b"ImportError" in ended.stderr
 
 
 def test_a_host_may_be_absent_by_design(folder: Path) -> None:

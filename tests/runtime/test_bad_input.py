@@ -70,9 +70,17 @@ class Step:
 
 def test_the_good_step_runs() -> None:
     assert Step().run().isfinite().all()
+    column = Batch([0, 1, 2], [5, 5], TABLE[:, :2][:, ::2])  # one has no neighbour
+    assert column.block_table is not None and column.block_table.stride(1) == 2
 
 
 BATCHES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "positions",
+        {"positions": torch.zeros(6)},
+        "positions is torch.float32 of shape (6,); it must be",
+    ),
+    ("apart", {"block_table": TABLE.repeat(1, 2)[:, ::2]}, "block_table's columns are 2 apart"),
     ("decreasing", {"query_start_loc": [0, 7, 6]}, "query_start_loc[2]=6 is less"),
     ("negative", {"query_start_loc": [0, -1, 6]}, "query_start_loc[1]=-1"),
     ("not from 0", {"query_start_loc": [1, 2, 6]}, "must start with 0"),

@@ -75,6 +75,12 @@ def test_prompts_beside_state_targets_are_no_size() -> None:
         StepSize(4, prompts=1, prompt_tokens=8, state_targets=True)
 
 
+def test_a_size_has_rows_or_prompts() -> None:
+    assert StepSize(0, prompts=1, prompt_tokens=8).rows == 0
+    with pytest.raises(BatchError, match="rows=0: set rows or prompts"):
+        StepSize(0)
+
+
 def test_a_filled_step_is_read_from_the_host() -> None:
     """What a step brings on the device is copied; lengths that aren't there yet don't go there first."""
     buffers = StepBuffers(4, 3, 64, 8, "cpu", padding_rows=True)

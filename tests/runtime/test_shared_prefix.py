@@ -16,6 +16,7 @@ from polyattn.errors import BatchError
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.runtime.step.shared_prefix import (
+    FIRST_LOOK,
     Levels,
     SharedRun,
     check_forest,
@@ -130,10 +131,11 @@ def test_only_full_blocks_count() -> None:
 
 def test_long_runs_are_found_whole() -> None:
     """Longer than the first look and the next ones, ending anywhere."""
-    for count in (1, 63, 64, 65, 66, 192, 193, 700, 2000):
-        table = np.arange(3 * 2000, dtype=np.int32).reshape(3, 2000)
+    ends = (FIRST_LOOK, 5 * FIRST_LOOK, 21 * FIRST_LOOK)
+    for count in (1, *(end + near for end in ends for near in (-1, 0, 1, 2)), 3000):
+        table = np.arange(3 * 3000, dtype=np.int32).reshape(3, 3000)
         table[1, :count] = table[0, :count]
-        assert shared_prefixes(table, [2000] * 3, 1) == ((SharedRun((0, 1), 0, count),),)
+        assert shared_prefixes(table, [3000] * 3, 1) == ((SharedRun((0, 1), 0, count),),)
 
 
 def test_padding_rows_share_nothing() -> None:
@@ -143,10 +145,18 @@ def test_padding_rows_share_nothing() -> None:
 
 def test_bad_input() -> None:
     table = np.zeros((2, 3), np.int32)
-    with pytest.raises(BatchError, match=r"lens 1 entries"):
-        shared_prefixes(table, [4], 16)
-    with pytest.raises(BatchError, match="block_size=0"):
-        shared_prefixes(table, [4, 4], 0)
+    for lens, told in (
+        ([4], r"lens \(1,\)"),
+        (np.zeros((2, 2), int), r"lens \(2, 2\)"),
+        (None, "lens=None must be a list of integers"),
+        ([[1], [2]], r"lens\[0\]=\[1\] must be an integer"),
+        ([1, -1], r"lens=\[1, -1\] must be integers, 0 or more"),
+    ):
+        with pytest.raises(BatchError, match=told):
+            shared_prefixes(table, lens, 16)  # type: ignore[arg-type]
+    for size in (0, True, 1.5):
+        with pytest.raises(BatchError, match=f"block_size={size} must be a positive integer"):
+            shared_prefixes(table, [4, 4], size)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

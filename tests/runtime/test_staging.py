@@ -14,7 +14,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.sharing import Sharing
 from polyattn.runtime.graphs import cuda_graph
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.runtime.step.staging import SHEETS, Staging
+from polyattn.runtime.step.staging import MOST_TOGETHER, SHEETS, Staging
 
 CPU = torch.device("cpu")
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -225,6 +225,25 @@ def test_short_tensors_are_copied_in_one_launch(monkeypatch: pytest.MonkeyPatch)
         assert buffers.block_table[:rows, :width].equal(table)
         assert buffers.slot_mapping[:rows].equal(ids) and (buffers.slot_mapping[rows:] == -1).all()
         assert buffers.positions[:rows].equal(ids + 7)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, MOST_TOGETHER + 5])
+def test_long_numbers_go_in_pieces(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another dtype, beside them, what is short goes in a launch of its own, what is long alone."""
+    count, launches, together = MOST_TOGETHER + beyond, list[int](), torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda a, b: (launches.append(len(a)), together(a, b))
+    )
+    staging = Staging(CPU, 3 * MOST_TOGETHER)
+    room = staging.room(count)
+    for first in (5, 9):  # the second time, its views are known
+        launches.clear()
+        staging.put(room, np.arange(first, first + count))
+        goal, source = torch.zeros(count), torch.randn(count)
+        staging.send([(goal, source)])
+        assert room.equal(torch.arange(first, first + count, dtype=torch.int32))
+        assert goal.equal(source)
+    assert launches == [1] * (beyond <= 0) + [-(-count // MOST_TOGETHER)]
 
 
 def test_a_staged_step_s_prefixes_are_planned_before_its_table_is_there() -> None:

@@ -59,6 +59,22 @@ def test_equal_rows_go_to_one_and_a_long_row_among_short_ones_to_the_other() -> 
     assert choice.decode([64_000] + [10] * 63) == "A"
 
 
+def test_a_margin_leaves_a_decode_with_who_is_slower_by_less() -> None:
+    for margin, name in ((0.2, "A"), (0.3, "B")):
+        choice = by_time(
+            [replace(model("A", "decode", launch=20), margin=margin), model("B", "decode", launch=25)],
+            decode=[A, B], prefill=[A, B],
+        )  # fmt: skip
+        assert choice.decode([1000] * 4) == name
+
+
+def test_short_rows_that_the_usual_decodes_do_not_take_are_a_prefill() -> None:
+    (call,) = by_time(
+        [model("A", "decode", launch=20)], decode=[B], prefill=[C, A]
+    ).calls([3, 3], [50, 50])  # fmt: skip
+    assert (call.name, call.phase) == ("C", "prefill")
+
+
 def test_who_launches_by_run_gets_prompts_of_equal_lengths() -> None:
     dense = replace(model("B", "prefill", launch=10, host=100.0), by_run=True)
     ragged = model("A", "prefill", launch=25, host=250.0)
@@ -104,7 +120,11 @@ def test_a_prediction_is_the_sum_of_its_terms(overlap: bool) -> None:
 
 
 def test_decodes_have_the_shape_of_any_step() -> None:
-    for spec in (SPEC, SPEC.replace(sliding_window=100), SPEC.replace(chunk_size=64)):
+    latent = LayerSpec(
+        kind="mla", num_heads=20, head_size=48, v_head_size=32, dtype="float32",
+        latent=LatentSpec(rank=64, rope_head_size=16),
+    )  # fmt: skip
+    for spec in (SPEC, SPEC.replace(sliding_window=100), SPEC.replace(chunk_size=64), latent):
         lens = [1, 99, 100, 101, 5000]
         assert shape_of_decodes(spec, lens) == shape_of_step(spec, [1] * 5, lens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,6 +60,12 @@ def test_the_bound_of_a_streaming_layer() -> None:
     kept = CacheWindow.of(spec, 16)
     assert kept is not None and kept.most_blocks() == -(-(1024 + 4) // 16) + 1
     assert kept.gone(100_000) == range(1, (100_000 - 1023) // 16)
+    assert kept.gone(np.int64(100_000)) == kept.gone(100_000)
+    for position in (1.5, -1, True, None):
+        with pytest.raises(SpecError, match=f"position={position} must be an integer, 0 or more"):
+            kept.gone(position)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="queries=1.5 must be a positive integer"):
+        kept.most_blocks(1.5)  # type: ignore[arg-type]
 
 
 PLAIN = LayerSpec(num_heads=1, head_size=64)

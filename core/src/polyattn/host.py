@@ -31,6 +31,7 @@ from polyattn.families.attention.alibi import alibi_slopes as alibi_slopes
 from polyattn.registry.info import API_VERSION as API_VERSION
 from polyattn.registry.integrations import Integration as Integration
 from polyattn.registry.integrations import integrations as integrations
+from polyattn.registry.integrations import warn_of_other_releases as _warn_of_other_releases
 from polyattn.runtime.backend import MergeBackend as MergeBackend
 from polyattn.runtime.backend import StoreBackend as StoreBackend
 from polyattn.runtime.cache.kv_cache import raw as raw
@@ -53,3 +54,5 @@ from polyattn.runtime.step.host_copies import lens_between as lens_between
 from polyattn.runtime.step.host_copies import values_of as values_of
 from polyattn.settings import current_settings as current_settings
 from polyattn.spec.key_ranges import key_ranges as key_ranges
+
+_warn_of_other_releases()

@@ -453,6 +453,17 @@ def test_compiled_without_a_break(version: Any, backend: str) -> None:
     assert counts["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("lse", [False, True])
+def test_the_operator_is_what_it_declares(lse: bool) -> None:
+    """By torch's own checks, with values of another size than keys."""
+    query, key, value = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 24)
+    starts = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 4, 9]).int()
+    options = (True, 0.3, None, None, 5.0, None, lse)
+    arguments = (query, key, value, *starts, torch.rand(4), None, None, None, False, *options)
+    operator = torch.ops.polyattn_flash_attn.varlen.default
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_a_compiled_call_may_break_its_graph() -> None:
     """For gradients, slopes of each row, and caches: it is traced no further than the door."""
     q, (k, v) = torch.randn(2, 7, 4, 16), torch.randn(2, 2, 7, 2, 16)

@@ -167,7 +167,27 @@ def test_prefill_chunks_and_decodes(name: str) -> None:
             torch.testing.assert_close(found[row].double(), wanted, rtol=1e-5, atol=1e-5)
         assert not found[2].any()
     written = ~served.pool.key.isnan().any(-1).any(-1)
-    assert int(written.sum()) == sum(served.lens), "another slot was written"
+    rows = zip(served.rows.tolist(), served.lens, strict=True)
+    slots = torch.cat([served.req_to_token[row, :n] for row, n in rows]).long()
+    if two_pools:
+        slots = served.pool.translate_loc_from_full_to_swa(slots)
+    assert written.nonzero().flatten().equal(slots.sort().values), "another slot was written"
+
+
+def test_an_encoder_s_tokens_attend_to_their_step_alone() -> None:
+    """Both ways, and nothing is written to the pool: what an earlier step left there is another's."""
+    served, its = Served(), layer(attn_type=SimpleNamespace(value="encoder_only"))
+    served.step([4, 6], layer())
+    before = served.pool.key.clone()
+    out, queries = served.step([5, 9], its)
+    for row, (found, query) in enumerate(zip(out.split([5, 9, 0]), queries, strict=True)):
+        if row < 2:
+            own = (held[row][-len(query) :] for held in (served.keys, served.values))
+            wanted, _ = attend(query, *own, scale=its.scaling)
+            torch.testing.assert_close(
+                found.unflatten(1, (4, -1)).double(), wanted, rtol=1e-5, atol=1e-5
+            )
+    assert torch.equal(served.pool.key.nan_to_num(9.0), before.nan_to_num(9.0))
 
 
 def test_models_find_the_pools_on_the_backend() -> None:

@@ -230,6 +230,16 @@ def test_compiled_without_a_break() -> None:
     assert sum(polyattn_torch.report().served.values()) == 1
 
 
+@torch.no_grad()
+def test_the_operator_of_compiled_graphs_is_what_it_declares() -> None:
+    """By torch's own checks, with values of another size than keys."""
+    query, key, value = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 24)
+    operator, mask = torch.ops.polyattn.sdpa.default, torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    for options in ((None, None, True), (mask, torch.randn(4), False)):
+        arguments = (query, key, value, *options, 0.3, 5.0, "torch")
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def trained(qkv: list[Tensor], **given: Any) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in qkv]
     out = sdpa(*leaves, **given)
@@ -252,6 +262,23 @@ def test_the_registration_keeps_torchs_gradients(name: str) -> None:
     served = sum(polyattn_torch.report().served.values())
     trained(qkv, **given)
     assert sum(polyattn_torch.report().served.values()) == served, "restored, yet still served"
+
+
+@torch.no_grad()
+def test_the_registration_s_outputs_are_what_polyattn_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that is counted as served, and torch's own kernel answers, gives the same numbers."""
+    qkv, ours = tensors(4, 4, 9, 9), operators.sdpa
+
+    def doubled(*args: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = ours(*args, **more)
+        return 2 * out, lse
+
+    wanted = sdpa(*qkv, is_causal=True)
+    monkeypatch.setattr(operators, "sdpa", doubled)
+    activate_flash_attention_impl("polyattn")
+    close(sdpa(*qkv, is_causal=True), 2 * wanted)
 
 
 def test_a_backend_made_of_the_operator_reaches_torchs_kernel(

@@ -18,6 +18,7 @@ HALF = 3e-3
 MASKS = {
     "causal": {},
     "window": {"sliding_window": 7},
+    "own token": {"sliding_window": 1},
     "non causal": {"causal": False},
     "window of two sides": {"causal": False, "sliding_window": 7},
     "soft cap": {"logit_soft_cap": 5.0},

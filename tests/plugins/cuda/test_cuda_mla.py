@@ -259,6 +259,22 @@ def test_latent_decode(backend: str, queries: list[int], scale: float, libraries
             assert lse_error(lse, expected_lse) < 1e-4
 
 
+@pytest.mark.parametrize(("heads", "programs"), [(8, 4), (64, 4), (65, 8)])
+def test_flash_attns_captured_latents_split_by_the_step_s_shape(
+    heads: int, programs: int, fakes: None, libraries: None
+) -> None:
+    """By 132 multiprocessors; its programs take 64 heads. Eager steps leave it to the library."""
+    from polyattn_cuda.flash_attn_mla import UpstreamFlashAttentionMLA
+
+    batch, cache, _ = latent_step(32, SINGLE, LENS)
+    spec = SPEC.replace(num_heads=heads)
+    for capture, splits in (("uniform", 132 // programs), ("none", 0)):
+        backend = UpstreamFlashAttentionMLA(
+            spec.replace(graph_capture=capture), cache.format, CUDA_ON_CPU
+        )
+        assert backend.plan(batch).splits == min(splits, 32)
+
+
 @pytest.mark.parametrize("queries", [SINGLE, SAME, RAGGED])
 @pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3"])
 def test_flashinfers_latents_in_e4m3(

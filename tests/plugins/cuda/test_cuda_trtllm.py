@@ -93,9 +93,10 @@ def test_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert modules == [(half, byte, form.block_size, 64, 4, True, half, 1)]
     cache = KVCache.allocate(form, 8, torch.device("cpu"))
     out = torch.full((2, 8, 64), torch.nan, dtype=half)
-    params = LayerParams(k_scale=0.5, v_scale=0.25)
+    params = LayerParams(sinks=torch.arange(8.0), k_scale=0.5, v_scale=0.25)
     backend.run(backend.plan(STEP), Frame(QUERY, None, None, cache, params, out, None))
     call = calls[0]
+    assert call["sinks"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]  # by KV heads
     assert call["run_sm90_fp8_mha"] is False and call["sm_count"] == 132
     assert call["sliding_win_size"] == 9 and call["num_kv_heads"] == 2
     # logits: q_scale * kv_scale / sqrt(head_size); outputs: kv_scale

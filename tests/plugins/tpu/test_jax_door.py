@@ -72,7 +72,7 @@ FEATURES = {
     "window and sinks": spec(sliding_window=7, sink_tokens=3),
     "uneven": spec(causal=False, sliding_window=6, window_right=2),
     "int8": spec(dtype="bfloat16", kv_cache_dtype="int8"),
-    "functions": spec(variant="relative_bias"),
+    "functions of inputs": spec(variant="relative_bias"),
 }
 """The sweep has the kit's, by the same functions behind polyattn's interface."""
 
@@ -86,24 +86,26 @@ def test_stores_and_attends(name: str) -> None:
     old, step = Batch.from_lens(lens, lens, rows, 8), work.batch
     assert old.slot_mapping is not None and work.held is not None
     mine, scales = pt.Cache.zeros(layer, work.held.num_blocks, 8), pt.Scales(*work.scales)
-    functions, inputs = pt.functions_of(layer), {**step.inputs, **params.inputs}
+    functions, inputs = pt.functions_of(layer), None
+    if functions is not None:
+        tensors = {**step.inputs, **params.inputs}
+        inputs = functions.given({name: to_jax(tensor) for name, tensor in tensors.items()})
 
     @jax.jit
-    def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any) -> Any:
+    def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any, inputs: Any) -> Any:
         cache = pt.store(old_plan, *rows, cache, scales)
         options = {
             "sinks": None if params.sinks is None else to_jax(params.sinks),
             "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
+            "functions": functions,
+            "inputs": inputs,
         }
-        if functions is not None:
-            given = functions.given({name: to_jax(tensor) for name, tensor in inputs.items()})
-            options |= {"functions": functions, "inputs": given}
         return cache, pt.attend(plan, layer, query, cache, scales=scales, lse=True, **options)
 
     first = pt.plan(old, layer, buckets=pt.Buckets(tokens=64, seqs=4, pages=64))
     plan = pt.plan(step, layer, buckets=SMALL)
     given = [pt.pad(first, to_jax(t)) for t in (work.keys, work.values)]
-    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(work.query)), mine)
+    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(work.query)), mine, inputs)
     for ours, right in zip(cache, (work.held.key, work.held.value), strict=True):
         same = to_torch(ours)[..., : right.shape[3]].transpose(1, 2).flatten(0, 1)
         stored = right.flatten(0, 1)[old.slot_mapping].float()

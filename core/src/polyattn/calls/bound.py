@@ -19,7 +19,12 @@ from polyattn.calls.plans import (
 from polyattn.calls.views import View, packed_rows
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import PackedStrides
-from polyattn.runtime.inputs import in_forward_mode, own_precision, refuse_gradients
+from polyattn.runtime.inputs import (
+    check_is_real,
+    in_forward_mode,
+    own_precision,
+    refuse_gradients,
+)
 from polyattn.runtime.program import Frame
 
 Ints = tuple[int, ...]
@@ -156,6 +161,7 @@ def attend_whole(
     call: BoundCall | None = memo.get(key_of_call)
     if call is not None:
         return call(query, key, value, sinks, alibi_slopes)
+    check_is_real("query", query)
     step = step_for(query, key, value, lens, options, with_sinks, alibi)
     result = run_plan(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
     views = _view(query), _view(key), _view(value)

@@ -59,10 +59,13 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     """Return the key of a bound call: all that decides how it attends to tensors like these.
 
     The shape of a contiguous tensor locates each element. Strides of dimensions of size 1 don't matter.
+    `modes`: what records torch's operators, as `make_fx` does, misses kernels, so it's refused each time.
     """
+    modes = torch._C._len_torch_dispatch_stack()
     place = place_of(query.device) if query.is_cuda else get_ident()
     return (
-        options, current_settings(), generation(), place, query.__class__, query.device, query.dtype,
+        options, current_settings(), generation(), place, modes, query.__class__, query.device,
+        query.dtype,
         query.shape, query.is_contiguous() or query.stride(), key.__class__, key.device, key.dtype,
         key.shape, key.is_contiguous() or key.stride(), value.__class__, value.device, value.dtype,
         value.shape, value.is_contiguous() or value.stride(),

@@ -7,6 +7,8 @@ imported.
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
@@ -16,6 +18,7 @@ from packaging.utils import canonicalize_name
 from polyattn.registry.distributions import distributions, installed
 from polyattn.registry.requirements import of_another_release
 
+log = logging.getLogger("polyattn")
 GROUP = "polyattn.integrations"
 
 
@@ -60,17 +63,37 @@ def integrations() -> list[Integration]:
         True
 
     """
-    by_name = {}
+    entries = []
+    for entry, dist in _entry_points().values():
+        host, problem = _host(entry.name, dist)
+        problem = _of_another_release(dist) or problem
+        entries.append(
+            Integration(entry.name, dist.name, dist.version, host, _registered(entry), problem)
+        )
+    return sorted(entries, key=lambda each: each.name)
+
+
+def warn_of_other_releases() -> None:
+    """Warn of integrations that were made for another polyattn, before a name that is gone stops them."""
+    for _, dist in _entry_points().values():
+        if problem := _of_another_release(dist):
+            log.warning("%s", problem)
+
+
+def _entry_points() -> dict[str, tuple[metadata.EntryPoint, metadata.Distribution]]:
+    """Return the integrations' entry points by name. A second copy on `sys.path` is shadowed."""
+    points: dict[str, tuple[metadata.EntryPoint, metadata.Distribution]] = {}
     for dist in distributions():
-        for entry in dist.entry_points.select(group=GROUP):
-            if entry.name not in by_name:  # a second copy on sys.path is shadowed, as for import
-                host, problem = _host(entry.name, dist)
-                if other := of_another_release(dist):
-                    problem = f"{dist.name} {dist.version}: {other}"
-                by_name[entry.name] = Integration(
-                    entry.name, dist.name, dist.version, host, _registered(entry), problem
-                )
-    return [by_name[name] for name in sorted(by_name)]
+        with suppress(ValueError):  # no text, which discovery says
+            if GROUP in (dist.read_text("entry_points.txt") or ""):  # looked at before it is parsed
+                for entry in dist.entry_points.select(group=GROUP):
+                    points.setdefault(entry.name, (entry, dist))
+    return points
+
+
+def _of_another_release(dist: metadata.Distribution) -> str:
+    other = of_another_release(dist)
+    return f"{dist.name} {dist.version}: {other}" if other else ""
 
 
 def _host(name: str, dist: metadata.Distribution) -> tuple[str, str]:

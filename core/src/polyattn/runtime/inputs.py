@@ -109,6 +109,8 @@ def check_is_real(name: str, tensor: Tensor) -> None:
     check_has_address(name, tensor)
     if torch._C._get_tracing_state() is not None:
         raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise BatchError("make_fx can't record attention; use torch.export instead")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise BatchError(
             f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"

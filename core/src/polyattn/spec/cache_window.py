@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from operator import index
+from typing import SupportsIndex
 
 from polyattn.errors import SpecError, integer
-from polyattn.spec.fields import LONGEST
+from polyattn.spec.fields import LARGEST_WINDOW, LONGEST
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -111,7 +113,13 @@ class CacheWindow:
         Returns:
             The blocks' numbers in their sequence.
 
+        Raises:
+            SpecError: the position is no integer, or negative.
+
         """
+        if isinstance(position, SupportsIndex) and not isinstance(position, bool):
+            position = index(position)  # NumPy's integers, too
+        integer("position", position, 0, LARGEST_WINDOW)
         first = 0 if self.window is None else max(0, position - self.window + 1)
         if self.chunk is not None:
             first = max(first, position // self.chunk * self.chunk)
@@ -124,7 +132,11 @@ class CacheWindow:
         Args:
             queries: the sequence's query tokens in the step.
 
+        Raises:
+            SpecError: `queries` isn't a positive integer.
+
         """
+        integer("queries", queries, 1, LONGEST)
         seen = min(n for n in (self.window, self.chunk) if n is not None)
         spread = -(-(seen + queries - 2) // self.block_size) + 1
         return self.head + spread + self.step - 1

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyattn.errors import BatchError, shown
+from polyattn.errors import BatchError, integer, shown
+from polyattn.runtime.step.integers import integers
 
 Rows = NDArray[np.int64]
 
@@ -79,16 +80,15 @@ def shared_prefixes(
         block_table = block_table.numpy()
     if not isinstance(block_table, np.ndarray) or block_table.dtype.kind != "i":
         raise BatchError(f"block_table={shown(block_table)} must be int32, on the host")
-    if block_table.ndim != 2 or len(lens) != block_table.shape[0]:
+    tokens = np.asarray(lens if isinstance(lens, np.ndarray) else integers("lens", lens))
+    if block_table.ndim != 2 or tokens.shape != block_table.shape[:1]:
         raise BatchError(
-            f"block_table has shape {block_table.shape} and lens {len(lens)} entries; they must be "
-            "(num_seqs, max_blocks) and num_seqs"
+            f"block_table has shape {block_table.shape} and lens {tokens.shape}; they must be "
+            "(num_seqs, max_blocks) and (num_seqs,)"
         )
-    if not isinstance(block_size, int) or block_size < 1:
-        raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
+    integer("block_size", block_size, 1, error=BatchError)
     if not may_share(block_table):
         return ()
-    tokens = np.asarray(lens)
     if tokens.dtype.kind != "i" or tokens.min() < 0:
         raise BatchError(f"lens={shown(lens)} must be integers, 0 or more")
     full = np.minimum(tokens // block_size, block_table.shape[1])
