@@ -308,10 +308,10 @@ class WalkConfig:
 
 WALKS: dict[AttentionKind, WalkConfig] = {
     AttentionKind.MAMBA2: WalkConfig(1.56, 0.73, 0.28, 0.38),
-    AttentionKind.LINEAR: WalkConfig(1.86, 1.35, 0.58, 0.5),
+    AttentionKind.LINEAR: WalkConfig(1.35, 0.48, 0.34, 0.42),
     AttentionKind.GDN: WalkConfig(1.7, 0.85, 1.56, 0.9),
     AttentionKind.KDA: WalkConfig(1.25, 0.67, 2.49, 0.38),
-    AttentionKind.RWKV7: WalkConfig(1.14, 0.54, 1.49, 0.77),
+    AttentionKind.RWKV7: WalkConfig(0.76, 0.52, 1.42, 2.18),
 }
 """Fitted to an H200."""
 FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}
