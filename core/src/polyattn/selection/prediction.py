@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, deals_of, least
-from polyattn.selection.pieces import Counts, largest, total
+from polyattn.selection.pieces import Counts, largest, ones, total
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import GROUPED, KINDS, OVERLAPPING, TERMS, TimingModel
 
@@ -81,7 +81,14 @@ def shape_of_decodes(
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
     shape = StepShape(rows, rows, keys, longest, pairs, tiles, rows)
-    return _dealt(spec, shape, np.ones(rows, np.int64), lens, 1, deals) if deals else shape
+    return _dealt(spec, shape, ones(rows), lens, 1, deals) if deals else shape
+
+
+def dealt_decodes(
+    spec: LayerSpec, shape: StepShape, lens: Array, deals: Mapping[str, int]
+) -> StepShape:
+    """Return the shape of decodes of so many keys with other ways of dealing these out."""
+    return _dealt(spec, shape, ones(len(lens)), lens, 1, deals)
 
 
 def shape_of_step(
@@ -139,8 +146,11 @@ class Dealt(Mapping[str, StepShape]):
             counts = self._dealer(name, self._deals[name])
         self._known[name] = counts = counts.exact() if exact else counts
         step, rows, queries, longest, pairs, most, deal_out, kind = self._shape, *counts
-        low = StepShape(rows, queries, step.keys, longest, pairs, step.tiles, step.runs, {}, kind)
-        return low, low._replace(pairs=most) if deal_out else low
+        keys, tiles, runs = step.keys, step.tiles, step.runs
+        low = high = StepShape(rows, queries, keys, longest, pairs, tiles, runs, {}, kind)
+        if deal_out:
+            high = StepShape(rows, queries, keys, longest, most, tiles, runs, {}, kind)
+        return low, high
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._deals)

@@ -19,6 +19,7 @@ from polyattn.selection.prediction import (
     StepShape,
     Weighed,
     kind_of_step,
+    dealt_decodes,
     shape_of_decodes,
 )
 from polyattn.selection.selection import Selection
@@ -69,6 +70,17 @@ class CallChoice(NamedTuple):
         """The price with the call's backend."""
         own = [weighed for weighed in self.candidates if weighed.name == self.name]
         return Predictor.prices(own, self.shape).get(self.name, UNKNOWN)
+
+    @property
+    def most(self) -> Price:
+        """At the most, the price with the call's backend."""
+        for weighed in self.candidates:
+            if weighed.name == self.name:
+                shape = self.shape
+                if weighed.deal:
+                    shape = shape.dealt.between(weighed.deal)[1]
+                return Price(weighed.timer(shape), math.inf, weighed.host_us(self.shape))
+        return UNKNOWN
 
     @property
     def prices(self) -> dict[str, float]:
@@ -123,6 +135,8 @@ class StepChoice:
         # How keys are dealt out in a captured step is another matter.
         dealt = [] if spec.graph_capture else among("dealt", phases["decode"])
         self._dealt = {weighed.name: weighed for weighed in dealt}
+        self._deals_near = self.predictor.deals["dealt"]
+        self._looks: dict[tuple[bool, ...], list[Weighed]] = {}  # by which candidates are near
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
@@ -141,29 +155,29 @@ class StepChoice:
                 return self._within.decode(lens, longest)
         if not self._decodes_compete:
             return self.chosen["decode"]
+        lens = np.asarray(lens, np.int64)
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
-        first, *near = self._near(shape)
-        if not near:
-            return first
-        call = self._looked_at(self._decoding._replace(shape=shape), [first, *near], lens, longest)
-        return self.predictor.fastest(call.candidates, call.shape)
-
-    def _near(self, shape: StepShape) -> list[str]:
-        """Return the candidates of decodes whose predictions are near the least one's, which is first."""
-        some = self._decoding.candidates
-        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), i) for i, w in enumerate(some)]
-        times.sort()
-        most = NEAR * times[0][0] if self._dealt else 0.0
-        return [some[i].name for place, (us, i) in enumerate(times) if us <= most or not place]
+        first, some, shape = self._looked_at(shape, lens)
+        return first or self.predictor.fastest(some, shape)
 
     def _looked_at(
-        self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
-    ) -> CallChoice:
-        """Return a call of decodes whose near candidates deal keys out, where their way is known."""
-        shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
-        dealt = {name: self._dealt[name] for name in near if name in self._dealt}
-        some = [dealt.get(weighed.name, weighed) for weighed in call.candidates]
-        return call._replace(candidates=some, shape=shape)
+        self, shape: StepShape, lens: Array
+    ) -> tuple[str, Sequence[Weighed], StepShape]:
+        """Return the fastest candidate of decodes, empty where others are near it; and all, and the shape.
+
+        The near ones then deal keys out, where their way is known.
+        """
+        some = self._decoding.candidates
+        times = [max(w.us(shape) * w.factor, w.host_us(shape)) for w in some]
+        least = min(times)
+        most = NEAR * least if self._dealt else least
+        near = tuple([us <= most for us in times])
+        if near.count(True) == 1 or not self._dealt:
+            return some[times.index(least)].name, some, shape
+        if near not in self._looks:
+            pairs = zip(some, near, strict=True)
+            self._looks[near] = [self._dealt.get(w.name, w) if n else w for w, n in pairs]
+        return "", self._looks[near], dealt_decodes(self.spec, shape, lens, self._deals_near)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
@@ -180,11 +194,9 @@ class StepChoice:
             call = self._decoding._replace(shape=shape)
             if not self._decodes_compete:
                 return (call._replace(name=self.chosen["decode"]),)
-            first, *near = self._near(shape)
-            if near:
-                call = self._looked_at(call, [first, *near], n)
-                first = self.predictor.fastest(call.candidates, call.shape)
-            return (call._replace(name=first),)
+            first, some, shape = self._looked_at(shape, n)
+            first = first or self.predictor.fastest(some, shape)
+            return (call._replace(candidates=some, shape=shape, name=first),)
         call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
@@ -229,23 +241,19 @@ class StepChoice:
         side = self._side(n[ones])
         shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
         decodes = side._call("decode", "decode", DECODES, shape)
-        if side._decodes_compete and len(near := side._near(shape)) > 1:
-            decodes = side._looked_at(decodes, near, n[ones])
-        firsts = self._undominated(decodes)
+        if side._decodes_compete:
+            _, some, shape = side._looked_at(shape, n[ones])
+            decodes = decodes._replace(candidates=some, shape=shape)
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
-            return self._apart(decodes, rest, firsts)
-        least = min(
-            together(first, w.least(rest.shape), w.host_us(rest.shape))
-            for w in rest.candidates
-            for first in firsts.values()
-        )
-        name = self.predictor.fastest(self._mixing, whole.shape, least)
+            return self._apart(decodes, rest)
+        fastest, mixing = self.predictor.fastest, self._mixing
+        name = fastest(mixing, whole.shape, _least_together(decodes, rest))
         if not name:  # it takes more than a pair does at the least
-            decodes, rest = self._apart(decodes, rest, firsts)
-            us, _, host = rest.price
-            pair = together(decodes.price, us, host)
-            name = self.predictor.fastest(self._mixing, whole.shape, pair)
+            decodes, rest = self._apart(decodes, rest)
+            if not fastest(mixing, whole.shape, _pair(decodes, rest, exact=False)):
+                return decodes, rest
+            name = fastest(mixing, whole.shape, _pair(decodes, rest, exact=True))
             if not name:
                 return decodes, rest
         return (whole._replace(name=name),)
@@ -284,20 +292,22 @@ class StepChoice:
         """
         if not self._knows(decodes):
             return {self.chosen["decode"]: UNKNOWN}
-        firsts, host = {}, math.inf
-        prices = self.predictor.prices(decodes.candidates, decodes.shape)
-        for name, price in sorted(prices.items(), key=lambda item: item[1].compared):
-            if price.host < host:
-                firsts[name], host = price, price.host
+        some, shape, prices = decodes.candidates, decodes.shape, dict[int, Price]()
+        for least, i in sorted((w.least(shape) * w.factor, i) for i, w in enumerate(some)):
+            weighed, host = some[i], some[i].host_us(shape)
+            if any(p.compared < least and p.host <= host for p in prices.values()):
+                continue  # its keys needn't be dealt out
+            us = weighed.us(shape)
+            prices[i] = Price(us, us * weighed.factor, host)
+        firsts, most = {}, math.inf
+        for i in sorted(prices, key=lambda i: (prices[i].compared, i)):
+            if prices[i].host < most:
+                firsts[some[i].name], most = prices[i], prices[i].host
         return firsts
 
-    def _apart(
-        self, decodes: CallChoice, rest: CallChoice, firsts: Mapping[str, Price]
-    ) -> tuple[CallChoice, CallChoice]:
-        """Give both calls of a step their backends; the selection's own stays if it has no time.
-
-        `firsts`: the decodes that compete.
-        """
+    def _apart(self, decodes: CallChoice, rest: CallChoice) -> tuple[CallChoice, CallChoice]:
+        """Give both calls of a step their backends; the selection's own stays if it has no time."""
+        firsts = self._undominated(decodes)
 
         def total(us: float, host: float) -> float:
             return min([together(first, us, host, True) for first in firsts.values()])
@@ -312,6 +322,23 @@ class StepChoice:
             first = min(firsts, key=lambda name: together(firsts[name], us, host, True))
         decodes = decodes._replace(name=first)
         return decodes._replace(other=rest), rest._replace(other=decodes)
+
+
+def _least_together(decodes: CallChoice, rest: CallChoice) -> float:
+    """Return what a step of two calls takes at the least, whoever runs them."""
+    first, other = decodes.shape, rest.shape
+    prices = [Price(w.least(first), 0.0, w.host_us(first)) for w in decodes.candidates]
+    others = [(w.least(other), w.host_us(other)) for w in rest.candidates]
+    return min([together(price, us, host) for us, host in others for price in prices])
+
+
+def _pair(decodes: CallChoice, rest: CallChoice, exact: bool) -> float:
+    """Return what a step's two calls take, or something more, which costs little to know."""
+    if exact:
+        us, _, host = rest.price
+        return together(decodes.price, us, host)
+    (first, _, of_first), (us, _, host) = decodes.most, rest.most
+    return together(Price(first, 0.0, of_first), us, host)
 
 
 def _mixes(info: BackendInfo) -> bool:
