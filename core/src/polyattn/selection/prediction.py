@@ -425,11 +425,12 @@ class Predictor:
         shape: StepShape,
         least: float = math.inf,
         total: Callable[[float, float], float] = max,
+        deal: bool = True,
     ) -> str:
         """Return whose time is the least, margins counted; "" where none is below `least`.
 
         Keys are dealt out as far as it takes to know. `total`: what a step takes for the device's and
-        the host's microseconds of the call.
+        the host's microseconds of the call. `deal`: else "" where bounds don't tell.
         """
         times = [(least, -1, least)] if least < math.inf else []  # at the least, whose, at the most
         for index, weighed in enumerate(candidates):
@@ -440,6 +441,8 @@ class Predictor:
             (_, index, high), *others = times
             if not others or (high, index) <= others[0]:
                 return candidates[index].name if index >= 0 else ""
+            if not deal and high < math.inf:
+                return ""
             weighed, dealt = candidates[index], shape.dealt
             way, factor, host = weighed.deal, weighed.factor, weighed.host_us(shape)
             below, above = dealt.between(way) if high == math.inf else (dealt[way],) * 2

@@ -232,7 +232,8 @@ class StepChoice:
         if self._mixing:
             whole = whole._replace(shape=self.predictor.shape("mixed", q, n))
             # What two calls cost the host is known before their rows are looked at.
-            if name := self.predictor.fastest(self._mixing, whole.shape, self._host_of_two):
+            name = self.predictor.fastest(self._mixing, whole.shape, self._host_of_two, deal=False)
+            if name:
                 return (whole._replace(name=name),)
         more = ~ones
         longer, behind = q[more], n[more]
@@ -297,6 +298,10 @@ class StepChoice:
             weighed, host = some[i], some[i].host_us(shape)
             if any(p.compared < least and p.host <= host for p in prices.values()):
                 continue  # its keys needn't be dealt out
+            if weighed.deal:
+                low = weighed.timer(shape.dealt.between(weighed.deal)[0]) * weighed.factor
+                if any(p.compared < low and p.host <= host for p in prices.values()):
+                    continue
             us = weighed.us(shape)
             prices[i] = Price(us, us * weighed.factor, host)
         firsts, most = {}, math.inf
