@@ -313,6 +313,13 @@ class Weighed(NamedTuple):
         """Return what the microseconds on the device are at the least, however keys are dealt out."""
         return (self.floor if self.deal else self.timer)(shape)
 
+    def between(self, shape: StepShape) -> tuple[float, float]:
+        """Return two times, between which the microseconds on the device are. They cost little."""
+        if not self.deal:
+            return (us := self.timer(shape)), us
+        low, high = shape.dealt.between(self.deal)
+        return (us := self.timer(low)), us if high is low else self.timer(high)
+
     def host_us(self, shape: StepShape) -> float:
         """Return the host's microseconds."""
         return self.host * shape.runs if self.by_run else self.host
@@ -443,12 +450,12 @@ class Predictor:
                 return candidates[index].name if index >= 0 else ""
             if not deal and high < math.inf:
                 return ""
-            weighed, dealt = candidates[index], shape.dealt
-            way, factor, host = weighed.deal, weighed.factor, weighed.host_us(shape)
-            below, above = dealt.between(way) if high == math.inf else (dealt[way],) * 2
-            low = high = total(weighed.timer(below) * factor, host)
-            if above is not below:
-                high = total(weighed.timer(above) * factor, host)
+            weighed = candidates[index]
+            factor, host = weighed.factor, weighed.host_us(shape)
+            below, above = weighed.between(shape) if high == math.inf else (weighed.us(shape),) * 2
+            low = high = total(below * factor, host)
+            if above != below:
+                high = total(above * factor, host)
             times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:

@@ -76,10 +76,8 @@ class CallChoice(NamedTuple):
         """At the most, the price with the call's backend."""
         for weighed in self.candidates:
             if weighed.name == self.name:
-                shape = self.shape
-                if weighed.deal:
-                    shape = shape.dealt.between(weighed.deal)[1]
-                return Price(weighed.timer(shape), math.inf, weighed.host_us(self.shape))
+                us = weighed.between(self.shape)[1]
+                return Price(us, us * weighed.factor, weighed.host_us(self.shape))
         return UNKNOWN
 
     @property
@@ -249,12 +247,15 @@ class StepChoice:
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
             return self._apart(decodes, rest)
         fastest, mixing = self.predictor.fastest, self._mixing
-        name = fastest(mixing, whole.shape, _least_together(decodes, rest))
-        if not name:  # it takes more than a pair does at the least
+        name = fastest(mixing, whole.shape, _least_together(decodes, rest), deal=False)
+        if not name:  # it may take more than a pair does at the least
             decodes, rest = self._apart(decodes, rest)
-            if not fastest(mixing, whole.shape, _pair(decodes, rest, exact=False)):
-                return decodes, rest
-            name = fastest(mixing, whole.shape, _pair(decodes, rest, exact=True))
+            bounds = [(w.between(whole.shape)[0], w) for w in mixing]
+            least = min([max(us * w.factor, w.host_us(whole.shape)) for us, w in bounds])
+            (first, _, of_first), (us, _, host) = decodes.most, rest.most
+            if least < together(Price(first, 0.0, of_first), us, host):
+                us, _, host = rest.price
+                name = fastest(mixing, whole.shape, together(decodes.price, us, host))
             if not name:
                 return decodes, rest
         return (whole._replace(name=name),)
@@ -298,10 +299,9 @@ class StepChoice:
             weighed, host = some[i], some[i].host_us(shape)
             if any(p.compared < least and p.host <= host for p in prices.values()):
                 continue  # its keys needn't be dealt out
-            if weighed.deal:
-                low = weighed.timer(shape.dealt.between(weighed.deal)[0]) * weighed.factor
-                if any(p.compared < low and p.host <= host for p in prices.values()):
-                    continue
+            least = weighed.between(shape)[0] * weighed.factor
+            if any(p.compared < least and p.host <= host for p in prices.values()):
+                continue
             us = weighed.us(shape)
             prices[i] = Price(us, us * weighed.factor, host)
         firsts, most = {}, math.inf
@@ -335,15 +335,6 @@ def _least_together(decodes: CallChoice, rest: CallChoice) -> float:
     prices = [Price(w.least(first), 0.0, w.host_us(first)) for w in decodes.candidates]
     others = [(w.least(other), w.host_us(other)) for w in rest.candidates]
     return min([together(price, us, host) for us, host in others for price in prices])
-
-
-def _pair(decodes: CallChoice, rest: CallChoice, exact: bool) -> float:
-    """Return what a step's two calls take, or something more, which costs little to know."""
-    if exact:
-        us, _, host = rest.price
-        return together(decodes.price, us, host)
-    (first, _, of_first), (us, _, host) = decodes.most, rest.most
-    return together(Price(first, 0.0, of_first), us, host)
 
 
 def _mixes(info: BackendInfo) -> bool:
