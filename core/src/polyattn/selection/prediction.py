@@ -133,23 +133,28 @@ class Dealt(Mapping[str, StepShape]):
     def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Callable[[], Dealer]):
         self._shape, self._deals, self._begin = shape, deals, dealer
         self._dealer: Dealer | None = None
-        self._known: dict[str, Counts] = {}
+        self._counts: dict[str, Counts] = {}
+        self._known: dict[str, tuple[StepShape, StepShape]] = {}
 
     def __getitem__(self, name: str) -> StepShape:
         return self.between(name, exact=True)[0]
 
     def between(self, name: str, exact: bool = False) -> tuple[StepShape, StepShape]:
         """Return two shapes whose times bound the exact one's. They cost little."""
-        counts = self._known.get(name)
+        known = self._known.get(name)
+        if known is not None and not (exact and known[0] is not known[1]):
+            return known
+        counts = self._counts.get(name)
         if counts is None:
             self._dealer = self._dealer or self._begin()
             counts = self._dealer(name, self._deals[name])
-        self._known[name] = counts = counts.exact() if exact else counts
-        step, rows, queries, longest, pairs, most, deal_out, kind = self._shape, *counts
-        keys, tiles, runs = step.keys, step.tiles, step.runs
+        self._counts[name] = counts = counts.exact() if exact else counts
+        _, _, keys, _, _, tiles, runs, _, _ = self._shape
+        rows, queries, longest, pairs, most, deal_out, kind = counts
         low = high = StepShape(rows, queries, keys, longest, pairs, tiles, runs, {}, kind)
         if deal_out:
             high = StepShape(rows, queries, keys, longest, most, tiles, runs, {}, kind)
+        self._known[name] = low, high
         return low, high
 
     def __iter__(self) -> Iterator[str]:
@@ -433,15 +438,18 @@ class Predictor:
         least: float = math.inf,
         total: Callable[[float, float], float] = max,
         deal: bool = True,
+        floors: Sequence[float] = (),
     ) -> str:
         """Return whose time is the least, margins counted; "" where none is below `least`.
 
         Keys are dealt out as far as it takes to know. `total`: what a step takes for the device's and
-        the host's microseconds of the call. `deal`: else "" where bounds don't tell.
+        the host's microseconds of the call. `deal`: else "" where bounds don't tell. `floors`: of each
+        candidate, what `least` returns, where that is known.
         """
         times = [(least, -1, least)] if least < math.inf else []  # at the least, whose, at the most
         for index, weighed in enumerate(candidates):
-            us = total(weighed.least(shape) * weighed.factor, weighed.host_us(shape))
+            floor = floors[index] if floors else weighed.least(shape)
+            us = total(floor * weighed.factor, weighed.host_us(shape))
             times.append((us, index, math.inf if weighed.deal else us))
         while True:
             times.sort()

@@ -243,13 +243,15 @@ class StepChoice:
         if side._decodes_compete:
             _, some, shape = side._looked_at(shape, n[ones])
             decodes = decodes._replace(candidates=some, shape=shape)
+        floors = [[w.least(c.shape) for w in c.candidates] for c in (decodes, rest)]
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
-            return self._apart(decodes, rest)
+            return self._apart(decodes, rest, floors)
         fastest, mixing = self.predictor.fastest, self._mixing
-        name = fastest(mixing, whole.shape, _least_together(decodes, rest), deal=False)
+        least = _least_together(decodes, rest, floors)
+        name = fastest(mixing, whole.shape, least, deal=False)
         if not name:  # it may take more than a pair does at the least
-            decodes, rest = self._apart(decodes, rest)
+            decodes, rest = self._apart(decodes, rest, floors)
             bounds = [(w.between(whole.shape)[0], w) for w in mixing]
             least = min([max(us * w.factor, w.host_us(whole.shape)) for us, w in bounds])
             (first, _, of_first), (us, _, host) = decodes.most, rest.most
@@ -287,7 +289,7 @@ class StepChoice:
             return self.predictor.fastest(call.candidates, call.shape)
         return self.chosen[call.phase]
 
-    def _undominated(self, decodes: CallChoice) -> dict[str, Price]:
+    def _undominated(self, decodes: CallChoice, floors: Sequence[float]) -> dict[str, Price]:
         """Return the prices of decodes that none beats on the device and the host alike.
 
         Without a time of the selection's own, that one stays.
@@ -295,7 +297,7 @@ class StepChoice:
         if not self._knows(decodes):
             return {self.chosen["decode"]: UNKNOWN}
         some, shape, prices = decodes.candidates, decodes.shape, dict[int, Price]()
-        for least, i in sorted((w.least(shape) * w.factor, i) for i, w in enumerate(some)):
+        for least, i in sorted([(floors[i] * w.factor, i) for i, w in enumerate(some)]):
             weighed, host = some[i], some[i].host_us(shape)
             if any(p.compared < least and p.host <= host for p in prices.values()):
                 continue  # its keys needn't be dealt out
@@ -310,17 +312,24 @@ class StepChoice:
                 firsts[some[i].name], most = prices[i], prices[i].host
         return firsts
 
-    def _apart(self, decodes: CallChoice, rest: CallChoice) -> tuple[CallChoice, CallChoice]:
-        """Give both calls of a step their backends; the selection's own stays if it has no time."""
-        firsts = self._undominated(decodes)
+    def _apart(
+        self, decodes: CallChoice, rest: CallChoice, floors: Sequence[Sequence[float]]
+    ) -> tuple[CallChoice, CallChoice]:
+        """Give both calls of a step their backends; the selection's own stays if it has no time.
+
+        `floors`: what each candidate's time exceeds, of both calls.
+        """
+        firsts, of_rest = self._undominated(decodes, floors[0]), floors[1]
 
         def total(us: float, host: float) -> float:
             return min([together(first, us, host, True) for first in firsts.values()])
 
         name = self.chosen["prefill"]
         if self._knows(rest):
-            in_turn = sorted(rest.candidates, key=lambda w: w.least(rest.shape) * w.factor)
-            name = self.predictor.fastest(in_turn, rest.shape, total=total)
+            some = rest.candidates
+            order = sorted(range(len(some)), key=lambda i: of_rest[i] * some[i].factor)
+            in_turn, bounds = [some[i] for i in order], [of_rest[i] for i in order]
+            name = self.predictor.fastest(in_turn, rest.shape, total=total, floors=bounds)
         rest, (first, *others) = rest._replace(name=name), firsts
         if others:
             _, us, host = rest.price
@@ -329,12 +338,22 @@ class StepChoice:
         return decodes._replace(other=rest), rest._replace(other=decodes)
 
 
-def _least_together(decodes: CallChoice, rest: CallChoice) -> float:
+def _least_together(
+    decodes: CallChoice, rest: CallChoice, floors: Sequence[Sequence[float]]
+) -> float:
     """Return what a step of two calls takes at the least, whoever runs them."""
     first, other = decodes.shape, rest.shape
-    prices = [Price(w.least(first), 0.0, w.host_us(first)) for w in decodes.candidates]
-    others = [(w.least(other), w.host_us(other)) for w in rest.candidates]
-    return min([together(price, us, host) for us, host in others for price in prices])
+    prices = [
+        Price(us, us, w.host_us(first))
+        for us, w in zip(floors[0], decodes.candidates, strict=True)
+    ]
+    return min(
+        [
+            together(price, us, w.host_us(other))
+            for us, w in zip(floors[1], rest.candidates, strict=True)
+            for price in prices
+        ]
+    )
 
 
 def _mixes(info: BackendInfo) -> bool:
