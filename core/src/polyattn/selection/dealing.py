@@ -277,7 +277,11 @@ def _packed(step: Step, processors: int) -> Counts:
     if number >= room:
         limit = max(limit, top)
     elif number == len(pages) > 2 * (room - number):  # no more rows are cut than there is room for
-        limit = min(max(limit, int(np.sort(pages)[number - room - 1])), top)
+        falling = pages.copy()
+        falling.sort()
+        limit = min(max(limit, falling.item(number - room - 1)), top)
+        if total((pages + (limit - 1)) // limit) <= room:
+            top = limit
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
         fits = int(each.dot((pages + (middle - 1)) // middle)) <= room
