@@ -45,7 +45,7 @@ class AttentionPlan(StepPlan):
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
-        super().__init__(batch)
+        self.batch, self.windowless = batch, False
         self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
         self.work, self.table = work, (0, 0)
         self.merging: Merge | None = None

@@ -289,12 +289,11 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        item, units = self.decode_rates.item, self._decode_units(plan, batch)
-        longest, mean = int(units.max()), int(np.add.reduce(units)) / batch.num_seqs - item
-        if not spec.graph_capture and longest - item <= EVEN * mean + 1:
+        item, units, count = self.decode_rates.item, self._decode_units(plan, batch), batch.num_seqs
+        longest, total = units.item(units.argmax()), int(np.add.reduce(units))
+        if not spec.graph_capture and longest - item <= EVEN * (total / count - item) + 1:
             splits = self.splits(batch)
-            programs = batch.num_seqs * spec.num_kv_heads * splits
-            if not leaves_tail(programs, self.places):
+            if not leaves_tail(count * spec.num_kv_heads * splits, self.places):
                 self._plan_even(plan, splits)
                 return
         plan.way = "listed"

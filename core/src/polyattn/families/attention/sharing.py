@@ -135,8 +135,9 @@ class Sharing:
         table in which too little was shared, some steps' tables stay unread: 1, then 2, 4 and so on. A
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
-        told = step.shared_prefix is not None or step.host_block_table is not None
-        if told or step.lens_are_bounds or step.num_seqs < 2:
+        if len(step.starts) < 3 or step.lens_are_bounds or step.shared_prefix is not None:
+            return False
+        if step.host_block_table is not None:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
