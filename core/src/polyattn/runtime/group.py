@@ -54,7 +54,8 @@ UNKNOWN = 1 << 32
 NOWHERE_ELSE = nullcontext()
 _numbers = itertools.count(1)
 _plans: dict[int, weakref.ref[StepPlan]] = {}
-"""By their handles. Those that are gone leave at each `REMEMBERED`th plan."""
+"""By their handles. Those that are gone leave when `REMEMBERED` new handles are made."""
+_handles: list[tuple[Tensor, int]] = []
 REMEMBERED = 256
 
 
@@ -195,12 +196,15 @@ def _planned(group: LayerGroup, batch: Batch) -> StepPlan:
 
 def _handle(plan: StepPlan) -> Tensor:
     """Return a new handle of a plan."""
-    number = next(_numbers)
-    if not number % REMEMBERED:
+    if not _handles:
         for other in [n for n, known in list(_plans.items()) if known() is None]:
             _plans.pop(other, None)
+        first = REMEMBERED * next(_numbers)
+        numbers = np.arange(first, first + REMEMBERED)
+        _handles.extend(zip(torch.from_numpy(numbers).unbind(), numbers.tolist(), strict=True))
+    handle, number = _handles.pop()
     _plans[number] = weakref.ref(plan)
-    return torch.from_numpy(np.array(number))  # a quarter of what torch.tensor takes
+    return handle
 
 
 def plan_of(handle: Tensor) -> StepPlan | None:
@@ -322,6 +326,8 @@ class LayerGroup:
                 step = self.planner.plan(batch)
         else:  # as nearly always, without a context
             step = self.planner.plan(batch)
+        if batch.outgoing:
+            batch.send()
         if batch.staging is not None:
             batch.staging.send()
         if self.plan_checks is not None:

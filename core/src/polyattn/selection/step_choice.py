@@ -18,8 +18,8 @@ from polyattn.selection.prediction import (
     Price,
     StepShape,
     Weighed,
-    kind_of_step,
     dealt_decodes,
+    kind_of_step,
     shape_of_decodes,
 )
 from polyattn.selection.selection import Selection
@@ -158,9 +158,7 @@ class StepChoice:
         first, some, shape = self._looked_at(shape, lens)
         return first or self.predictor.fastest(some, shape)
 
-    def _looked_at(
-        self, shape: StepShape, lens: Array
-    ) -> tuple[str, Sequence[Weighed], StepShape]:
+    def _looked_at(self, shape: StepShape, lens: Array) -> tuple[str, Sequence[Weighed], StepShape]:
         """Return the fastest candidate of decodes, empty where others are near it; and all, and the shape.
 
         The near ones then deal keys out, where their way is known.
@@ -344,8 +342,7 @@ def _least_together(
     """Return what a step of two calls takes at the least, whoever runs them."""
     first, other = decodes.shape, rest.shape
     prices = [
-        Price(us, us, w.host_us(first))
-        for us, w in zip(floors[0], decodes.candidates, strict=True)
+        Price(us, us, w.host_us(first)) for us, w in zip(floors[0], decodes.candidates, strict=True)
     ]
     return min(
         [

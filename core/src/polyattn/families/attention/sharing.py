@@ -173,7 +173,7 @@ class Sharing:
 
         A capture with a `shared_prefix`, even an empty one, allows steps to share.
         """
-        if self.reason or not (batch.all_decode or self.appends):
+        if self.reason or len(batch.starts) < 3 or not (batch.all_decode or self.appends):
             return None
         captures = bool(self.group.spec.graph_capture)
         if batch.shared_prefix is None:

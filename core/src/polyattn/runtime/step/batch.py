@@ -18,7 +18,6 @@ from polyattn.runtime.step.integers import (
     integers,
     on_host,
     one_each,
-    page_locked,
     upload,
 )
 from polyattn.runtime.step.shared_prefix import (
@@ -32,6 +31,7 @@ from polyattn.runtime.step.shared_prefix import (
 from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
 from polyattn.runtime.step.tensor_checks import check_tensors, device_of
+from polyattn.runtime.step.uploads import PLACES, Place, Upload, new_upload
 from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
@@ -105,6 +105,8 @@ class Batch:
     """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
     staging: Staging | None = None
     """In a captured step: what takes its plans' numbers to the device, if they wait there for others."""
+    _places: tuple[Place, Place] | None = None
+    """Where an accelerator has `query_start_loc` and `seq_lens`, or will have them."""
     _covers_queries = False
 
     def __init__(
@@ -125,13 +127,15 @@ class Batch:
         shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
+        self.outgoing: list[Upload] = []
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         counts = on_host(self.starts, self.lens)
         self.host_starts, self.host_lens, self.host_query_lens = counts[:3]
         self.max_query_len, self.max_seq_len = counts[3:]
-        self.num_tokens = self.starts[-1]
+        self.num_tokens, self.num_seqs = self.starts[-1], len(self.lens)
+        self.all_decode = self.max_query_len == 1 and self.num_tokens == self.num_seqs
         self.device = device_of(device, block_table, slot_mapping, state_slots, positions)
         if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
             slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
@@ -147,6 +151,8 @@ class Batch:
         self.inputs = {}
         if inputs is not None or mask is not None:
             self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
+        if self.device.type != "cpu":
+            self.host_block_table = None
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
@@ -340,42 +346,58 @@ class Batch:
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return self._uploaded("query_start_loc", self.host_starts)
+        return self._uploaded(0, self.host_starts)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return self._uploaded("seq_lens", self.host_lens)
-
-    def _uploaded(self, name: str, numbers: Integers) -> Tensor:
-        """Return one of both tensors of lengths; an accelerator gets both in one copy, if it has none."""
-        if not self._lacks_lengths:
-            return upload(numbers.astype(np.int32), self.device)
-        self._upload_lengths()
-        tensor: Tensor = vars(self)[name]
-        return tensor
+        return self._uploaded(1, self.host_lens)
 
     @property
-    def _lacks_lengths(self) -> bool:
-        """Whether an accelerator has neither tensor of lengths yet."""
+    def addresses(self) -> tuple[int, int]:
+        """Where `query_start_loc` and `seq_lens` lie on the device, or will once a plan is made."""
         known = vars(self)
-        there = "query_start_loc" in known or "seq_lens" in known
-        return self.device.type != "cpu" and not there
+        starts, lens = known.get("query_start_loc"), known.get("seq_lens")
+        if starts is not None and lens is not None:
+            return starts.data_ptr(), lens.data_ptr()
+        if self.device.type == "cpu":
+            return self.query_start_loc.data_ptr(), self.seq_lens.data_ptr()
+        places = self._lengths()
+        return (
+            places[0].address if starts is None else starts.data_ptr(),
+            places[1].address if lens is None else lens.data_ptr(),
+        )
 
-    def _upload_lengths(self, more: Any = ()) -> Tensor:
-        """Copy both tensors of lengths to the device, and `more` numbers, which are returned there."""
-        starts, lens = self.host_starts, self.host_lens
-        count = len(starts)
-        # Kernels are compiled for addresses of 16 bytes.
-        first = -(-count // 4) * 4
-        second = first + -(-len(lens) // 4) * 4
-        host = page_locked(second + len(more), self.device)
-        numbers = host.numpy()
-        numbers[:count], numbers[first : first + len(lens)] = starts, lens
-        numbers[second:] = more
-        there = upload(host, self.device)
-        self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
-        return there[second:] if len(more) else there
+    def _uploaded(self, at: int, numbers: Integers) -> Tensor:
+        """Return `query_start_loc` (0) or `seq_lens` (1); an accelerator gets both in one copy."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(numbers.astype(np.int32))
+        return self._lengths()[at].tensor
+
+    def _lengths(self) -> tuple[Place, Place]:
+        """Return where an accelerator has both tensors of lengths, once they are sent."""
+        if self._places is None:
+            self._places = self._put(self.host_starts), self._put(self.host_lens)
+        return self._places
+
+    def _put(self, numbers: np.ndarray[Any, Any]) -> Place:
+        """Add integers to what is on its way."""
+        out, count = self.outgoing, len(numbers)
+        place = out[-1].put(numbers) if out else None
+        if (
+            place is None
+        ):  # behind many rows' starts there is room for their lengths, and a work list
+            size = PLACES if 2 * count <= PLACES else 4 * count
+            out.append(new_upload(self.device, size))
+            place = out[-1].put(numbers)
+        assert place is not None
+        return place
+
+    def send(self) -> None:
+        """Copy to the device what plans have put on its way."""
+        for each in self.outgoing:
+            each.send()
+        self.outgoing.clear()
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -490,7 +512,7 @@ class Batch:
         batch.seq_ids = [self.seq_ids[i] for i in chosen]
         batch.step_query_lens = self.step_query_lens
         batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
-        batch.staging = self.staging
+        batch.staging, batch.outgoing = self.staging, self.outgoing
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, dtype=torch.int64, device=self.device)  # none, too
@@ -518,8 +540,9 @@ class Batch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
-        own = "plans", "staging"
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        own = "plans", "staging", "_places"
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        return state | {"outgoing": []}
 
     def upload(
         self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
@@ -539,15 +562,33 @@ class Batch:
             into = self.staging.room(max(room, len(numbers)))
         elif into is None and room > len(numbers):
             into = torch.zeros(room, dtype=torch.int32, device=self.device)
-        if into is None and self._lacks_lengths:
-            return self._upload_lengths(numbers)
         if into is None:
-            return upload(numbers, self.device)
+            return self.later(numbers).tensor
         if self.staging is not None:
             self.staging.put(into, numbers)
         else:
             upload(numbers, self.device, into[: len(numbers)])
         return into
+
+    def later(self, numbers: np.ndarray[Any, Any], room: int = 0) -> Place:
+        """Copy a plan's numbers as `upload`, but with what else the plan has, once it is made.
+
+        Args:
+            numbers: int32 (n,).
+            room: as in `upload`.
+
+        Returns:
+            The place, whose address is known, and whose tensor is sent when it is asked for.
+
+        """
+        if self.staging is not None or room > len(numbers):
+            return Place.of(self.upload(numbers, None, room))
+        if self.device.type == "cpu":
+            return Place.of(torch.from_numpy(numbers))
+        known = vars(self)
+        if "query_start_loc" not in known and "seq_lens" not in known:
+            self._lengths()
+        return self._put(numbers)
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""
