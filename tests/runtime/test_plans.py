@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import numpy as np
 import polyattn.runtime.group
 import pytest
 import torch
@@ -28,7 +27,6 @@ from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.runtime.group import StepPlan, plan_of
-from polyattn.runtime.step import batch as batches
 from polyattn.spec.latent import LatentSpec
 from polyattn.workload.base import Workload, workload
 from polyattn_cpu.sdpa import TorchSDPA

@@ -159,7 +159,7 @@ class StepChoice:
         return first or self.predictor.fastest(some, shape)
 
     def _looked_at(self, shape: StepShape, lens: Array) -> tuple[str, Sequence[Weighed], StepShape]:
-        """Return the fastest candidate of decodes, empty where others are near it; and all, and the shape.
+        """Return the fastest candidate of decodes, empty where others are near; all; and the shape.
 
         The near ones then deal keys out, where their way is known.
         """

@@ -448,8 +448,9 @@ class PlannedAttention(AttentionBackend):
     def _one_each(self, plan: AttentionPlan, tiles: Tiles, order: Ints) -> None:
         """Give each tile a program of its own, in this order."""
         plan.way, plan.grid = "prefill", (len(order), self.spec.num_kv_heads, 1)
-        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-        plan.place = plan.batch.later(work)
+        work = np.empty((2, len(order)), np.int32)
+        work[0], work[1] = tiles.seq[order], tiles.row[order]
+        plan.place = plan.batch.later(work.ravel())
 
     def _tiles(self, plan: AttentionPlan, most: bool = False) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees.
@@ -460,16 +461,11 @@ class PlannedAttention(AttentionBackend):
         queries, lens = batch.host_query_lens, batch.host_lens
         some = queries if plan.requests is None else np.where(plan.requests[1], queries, 0)
         seq, row = rows_of(some, group, config.block_m)
-        context = (lens - queries)[seq]
-        last = np.minimum(row + config.block_m, queries[seq] * group) - 1
+        context, keys = (lens - queries)[seq], lens[seq]
+        last = np.minimum(row + (config.block_m - 1), (queries * group - 1)[seq])
         count = most_key_tiles if most or self.spec.length_bounds else key_tiles
-        keys = count(
-            self.spec_of(batch),
-            context + row // group,
-            context + last // group,
-            lens[seq],
-            config.block_n,
-        )
+        first = context + row // group
+        keys = count(self.spec_of(batch), first, context + last // group, keys, config.block_n)
         return Tiles(seq, row, keys)
 
     def _resident(self, plan: AttentionPlan) -> int:

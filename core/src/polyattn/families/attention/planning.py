@@ -227,7 +227,7 @@ class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
     def __init__(self, planner: Planner, batch: Batch, before: Store, calls: Sequence[Call]):
-        self.before, self.whole = before, all([call.rows is None for call in calls])
+        self.before, self.whole = before, all(call.rows is None for call in calls)
         group, spec, tokens = planner.group, planner.spec, batch.num_tokens
         ops: tuple[Op, ...] = (before, *calls)
         transforms = planner.transforms

@@ -499,17 +499,22 @@ class Batch:
         chosen = whole[seqs] if isinstance(seqs, slice) else seqs
         if isinstance(chosen, range) and chosen == whole:
             return self
-        queries = self.query_lens
         batch = object.__new__(Batch)
-        batch.starts = [0, *accumulate(queries[i] for i in chosen)]
-        batch.lens = [self.lens[i] for i in chosen]
-        batch.num_tokens = batch.starts[-1]
+        batch.host_lens, queries = self.host_lens[seqs], self.host_query_lens[seqs]
+        batch.lens, batch.host_query_lens = batch.host_lens.tolist(), queries
+        batch.host_starts = np.zeros(len(queries) + 1, np.int64)
+        np.add.accumulate(queries, out=batch.host_starts[1:])
+        batch.starts = batch.host_starts.tolist()
+        batch.num_tokens, batch.num_seqs = batch.starts[-1], len(queries)
+        batch.max_query_len = largest(queries)
+        batch.all_decode = batch.max_query_len == 1 and batch.num_tokens == batch.num_seqs
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
         batch.shared_prefix = None
         if self.shared_prefix is not None:
             batch.shared_prefix = restricted(self.shared_prefix, chosen)
-        batch.seq_ids = [self.seq_ids[i] for i in chosen]
+        own = self.seq_ids
+        batch.seq_ids = own[seqs] if isinstance(seqs, slice) else [own[i] for i in chosen]
         batch.step_query_lens = self.step_query_lens
         batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
         batch.staging, batch.outgoing = self.staging, self.outgoing
