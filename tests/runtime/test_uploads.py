@@ -71,7 +71,7 @@ def batch_of(lens: list[int]) -> Batch:
     return Batch(list(range(len(lens) + 1)), lens, device=LATER)
 
 
-@pytest.mark.parametrize("first", ["query_start_loc", "seq_lens", "upload", "later", "addresses"])
+@pytest.mark.parametrize("first", ["query_start_loc", "seq_lens", "upload", "later", "lengths_at"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 7])
 def test_lengths_go_to_an_accelerator_in_one_copy(first: str, rows: int, device: Late) -> None:
     """Both start at addresses of 16 bytes, for which kernels are compiled."""
@@ -89,8 +89,8 @@ def test_lengths_go_to_an_accelerator_in_one_copy(first: str, rows: int, device:
         device.run()
         assert work.tolist() == [3, 1, 4] and work.data_ptr() % 16 == 0
         assert place is None or place.address == work.data_ptr()
-    elif first == "addresses":
-        addresses = batch.addresses
+    elif first == "lengths_at":
+        addresses = batch.lengths_at()
         assert not device.queue
         tensors = batch.query_start_loc, batch.seq_lens
         assert all(a == t.data_ptr() for a, t in zip(addresses, tensors, strict=True) if len(t))
@@ -109,12 +109,12 @@ def test_lengths_that_the_device_has_are_not_copied_again(device: Late) -> None:
     own = torch.tensor([4, 5], dtype=torch.int32)
     batch = Batch([0, 1, 2], own)
     batch.device = LATER
-    starts, lens = batch.addresses
+    starts, lens = batch.lengths_at()
     assert lens == own.data_ptr() == batch.seq_lens.data_ptr()
     assert starts == batch.query_start_loc.data_ptr()
     batch.later(np.array([1], np.int32))
     device.run()
-    assert batch.query_start_loc.tolist() == [0, 1, 2] and batch.addresses == (starts, lens)
+    assert batch.query_start_loc.tolist() == [0, 1, 2] and batch.lengths_at() == (starts, lens)
 
 
 def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
@@ -154,7 +154,7 @@ def test_parts_of_a_step_send_with_it(device: Late) -> None:
     batch = Batch([0, 1, 2, 7], [9, 8, 7], device=LATER)
     first, second = batch.part(slice(0, 2)), batch.part(slice(2, 3))
     places = [part.later(np.array([n], np.int32)) for n, part in enumerate((first, second))]
-    assert len(first.addresses) == len(second.addresses) == 2 and not device.queue
+    assert len(first.lengths_at()) == len(second.lengths_at()) == 2 and not device.queue
     batch.send()
     assert device.queued == 1
     device.run()

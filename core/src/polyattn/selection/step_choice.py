@@ -220,7 +220,9 @@ class StepChoice:
         if np.count_nonzero(q) < len(q):  # a row without tokens takes no time
             q, n = q[q > 0], n[q > 0]
         ones = q == 1
-        if not np.count_nonzero(ones):
+        more = np.flatnonzero(~ones)
+        ones = np.flatnonzero(ones)
+        if not len(ones):
             kind = kind_of_step(q, n)
             call = self._call("prefill", kind, ALL, self.predictor.shape(kind, q, n))
             return (call._replace(name=self._alone(call)),)
@@ -231,16 +233,17 @@ class StepChoice:
             name = self.predictor.fastest(self._mixing, whole.shape, self._host_of_two, deal=False)
             if name:
                 return (whole._replace(name=name),)
-        more = ~ones
-        longer, behind = q[more], n[more]
+        longer, behind, lens = q[more], n[more], n[ones]
         kind, side = kind_of_step(longer, behind), self._side(behind)
         rest = side._call("prefill", kind, REST, side.predictor.shape(kind, longer, behind))
-        side = self._side(n[ones])
-        shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
-        decodes = side._call("decode", "decode", DECODES, shape)
-        if side._decodes_compete:
-            _, some, shape = side._looked_at(shape, n[ones])
-            decodes = decodes._replace(candidates=some, shape=shape)
+        side = self._side(lens)
+        shape, some = (
+            shape_of_decodes(self.spec, lens, deals=side._deals),
+            side._candidates["decode"],
+        )
+        if side._decodes_compete and side._dealt:
+            _, some, shape = side._looked_at(shape, lens)
+        decodes = CallChoice("decode", "decode", DECODES, shape, some)
         floors = [[w.least(c.shape) for w in c.candidates] for c in (decodes, rest)]
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):

@@ -215,7 +215,7 @@ class PlannedAttention(AttentionBackend):
     def _keep(self, plan: AttentionPlan) -> None:
         """Collect the common arguments of a plan's launches, after planning."""
         batch, table = plan.batch, plan.batch.block_table
-        space, place, (starts, lens) = self.spaces[plan.beside], plan.place, batch.addresses
+        space, place, (starts, lens) = self.spaces[plan.beside], plan.place, batch.lengths_at()
         table = table if table is not None else self._none
         work = self._nowhere if place is None else place.address
         if plan.way in ("prefill", "pieces"):

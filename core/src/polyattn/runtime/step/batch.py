@@ -353,9 +353,15 @@ class Batch:
         """int32 (num_seqs,) on the device."""
         return self._uploaded(1, self.host_lens)
 
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Where `query_start_loc` and `seq_lens` lie on the device, or will once a plan is made."""
+    def lengths_at(self) -> tuple[int, int]:
+        """Return where `query_start_loc` and `seq_lens` lie on the device, or will once a plan is made.
+
+        They go there with what else the plan sends.
+
+        Returns:
+            Both addresses.
+
+        """
         known = vars(self)
         starts, lens = known.get("query_start_loc"), known.get("seq_lens")
         if starts is not None and lens is not None:
