@@ -11,7 +11,7 @@ import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
-from polyattn.runtime.step import batch as batches
+from polyattn.runtime.step import uploads
 from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload
 
 LATER = torch.device("meta")  # which stands for an accelerator
@@ -32,7 +32,7 @@ class Late(Pool):
             device.do(lambda: copy(goal, source))
 
         monkeypatch.setattr(torch.Tensor, "copy_", late)
-        monkeypatch.setattr(batches, "new_upload", self.new)
+        monkeypatch.setattr(uploads, "new_upload", self.new)
 
     def new(self, device: torch.device, size: int) -> Upload:
         assert device == LATER and size <= PLACES
@@ -123,7 +123,7 @@ def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
     for step in range(5 * SHEETS):
         batch = batch_of([step + 1, step + 2])
         place = batch.later(np.array([step], np.int32))
-        batch.send()
+        batch.outgoing.send()
         if step % 3 == 0:
             living.append((step, batch, place))
         tensors = batch.seq_lens, place.tensor
@@ -155,7 +155,7 @@ def test_parts_of_a_step_send_with_it(device: Late) -> None:
     first, second = batch.part(slice(0, 2)), batch.part(slice(2, 3))
     places = [part.later(np.array([n], np.int32)) for n, part in enumerate((first, second))]
     assert len(first.lengths_at()) == len(second.lengths_at()) == 2 and not device.queue
-    batch.send()
+    batch.outgoing.send()
     assert device.queued == 1
     device.run()
     assert [p.tensor.tolist() for p in places] == [[0], [1]]
@@ -168,9 +168,9 @@ def test_a_refused_plan_changes_no_later_one(device: Late) -> None:
     batch = batch_of([3, 4])
     batch.later(np.array([1], np.int32))  # refused then
     place = batch.later(np.array([2], np.int32))
-    batch.send()
+    batch.outgoing.send()
     other = batch_of([5])
-    other.send()
+    other.outgoing.send()
     device.run()
     assert place.tensor.tolist() == [2] and batch.seq_lens.tolist() == [3, 4]
     assert device.queued == 1  # of the other batch nothing was asked for
@@ -182,10 +182,10 @@ def test_what_has_no_room_goes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def new(_: torch.device, size: int) -> Upload:
         taken.append(size)
-        return batches_new(device, size)
+        return own(device, size)
 
-    batches_new = batches.new_upload
-    monkeypatch.setattr(batches, "new_upload", new)
+    own = uploads.new_upload
+    monkeypatch.setattr(uploads, "new_upload", new)
     rows = 700
     batch = batch_of([2] * rows)
     work = batch.upload(np.arange(4 * PLACES, dtype=np.int32))

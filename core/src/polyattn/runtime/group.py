@@ -327,7 +327,7 @@ class LayerGroup:
         else:  # as nearly always, without a context
             step = self.planner.plan(batch)
         if batch.outgoing:
-            batch.send()
+            batch.outgoing.send()
         if batch.staging is not None:
             batch.staging.send()
         if self.plan_checks is not None:

@@ -20,18 +20,18 @@ from polyattn.runtime.step.integers import (
     one_each,
     upload,
 )
+from polyattn.runtime.step.parts import fill_part
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
     check_shared,
     may_share,
-    restricted,
     shared_prefixes,
 )
 from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
 from polyattn.runtime.step.tensor_checks import check_tensors, device_of
-from polyattn.runtime.step.uploads import PLACES, Place, Upload, new_upload
+from polyattn.runtime.step.uploads import Outgoing, Place
 from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
@@ -127,7 +127,7 @@ class Batch:
         shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
-        self.outgoing: list[Upload] = []
+        self.outgoing = Outgoing()
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
@@ -364,10 +364,10 @@ class Batch:
         """
         known = vars(self)
         starts, lens = known.get("query_start_loc"), known.get("seq_lens")
+        if self.device.type == "cpu":
+            starts, lens = self.query_start_loc, self.seq_lens
         if starts is not None and lens is not None:
             return starts.data_ptr(), lens.data_ptr()
-        if self.device.type == "cpu":
-            return self.query_start_loc.data_ptr(), self.seq_lens.data_ptr()
         places = self._lengths()
         return (
             places[0].address if starts is None else starts.data_ptr(),
@@ -383,27 +383,9 @@ class Batch:
     def _lengths(self) -> tuple[Place, Place]:
         """Return where an accelerator has both tensors of lengths, once they are sent."""
         if self._places is None:
-            self._places = self._put(self.host_starts), self._put(self.host_lens)
+            put, device = self.outgoing.put, self.device
+            self._places = put(self.host_starts, device), put(self.host_lens, device)
         return self._places
-
-    def _put(self, numbers: np.ndarray[Any, Any]) -> Place:
-        """Add integers to what is on its way."""
-        out, count = self.outgoing, len(numbers)
-        place = out[-1].put(numbers) if out else None
-        if (
-            place is None
-        ):  # behind many rows' starts there is room for their lengths, and a work list
-            size = PLACES if 2 * count <= PLACES else 4 * count
-            out.append(new_upload(self.device, size))
-            place = out[-1].put(numbers)
-        assert place is not None
-        return place
-
-    def send(self) -> None:
-        """Copy to the device what plans have put on its way."""
-        for each in self.outgoing:
-            each.send()
-        self.outgoing.clear()
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -505,42 +487,7 @@ class Batch:
         chosen = whole[seqs] if isinstance(seqs, slice) else seqs
         if isinstance(chosen, range) and chosen == whole:
             return self
-        batch = object.__new__(Batch)
-        batch.host_lens, queries = self.host_lens[seqs], self.host_query_lens[seqs]
-        batch.lens, batch.host_query_lens = batch.host_lens.tolist(), queries
-        batch.host_starts = np.zeros(len(queries) + 1, np.int64)
-        np.add.accumulate(queries, out=batch.host_starts[1:])
-        batch.starts = batch.host_starts.tolist()
-        batch.num_tokens, batch.num_seqs = batch.starts[-1], len(queries)
-        batch.max_query_len = largest(queries)
-        batch.all_decode = batch.max_query_len == 1 and batch.num_tokens == batch.num_seqs
-        batch.device, batch.slot_mapping, batch.positions = self.device, None, None
-        batch.mask, batch.inputs = self.mask, self.inputs
-        batch.shared_prefix = None
-        if self.shared_prefix is not None:
-            batch.shared_prefix = restricted(self.shared_prefix, chosen)
-        own = self.seq_ids
-        batch.seq_ids = own[seqs] if isinstance(seqs, slice) else [own[i] for i in chosen]
-        batch.step_query_lens = self.step_query_lens
-        batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
-        batch.staging, batch.outgoing = self.staging, self.outgoing
-        index: Any = seqs
-        if not isinstance(seqs, slice):
-            index = torch.tensor(seqs, dtype=torch.int64, device=self.device)  # none, too
-        batch.block_table = None if self.block_table is None else self.block_table[index]
-        batch.state_slots = None if self.state_slots is None else self.state_slots[index]
-        batch.state_targets = None if self.state_targets is None else self.state_targets[index]
-        if "seq_lens" in self.__dict__:
-            batch.seq_lens = self.seq_lens[index]
-        if "host_block_table" in self.__dict__ and self.host_block_table is not None:
-            batch.host_block_table = self.host_block_table[seqs]
-        if "key_starts" in self.__dict__ or self.first_positions is not None:
-            batch.key_starts = [self.key_starts[i] for i in chosen]
-        if self.first_positions is not None:
-            batch.first_positions = [self.first_positions[i] for i in chosen]
-        if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
-            batch.query_start_loc = self.query_start_loc[: len(batch.starts)]
-        return batch
+        return fill_part(self, object.__new__(Batch), seqs)  # type: ignore[no-any-return]
 
     def copy(self) -> Batch:
         """Return the same batch, without the plans that layers made of it."""
@@ -553,7 +500,7 @@ class Batch:
         """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
         own = "plans", "staging", "_places"
         state = {name: value for name, value in self.__dict__.items() if name not in own}
-        return state | {"outgoing": []}
+        return state | {"outgoing": Outgoing()}
 
     def upload(
         self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
@@ -599,7 +546,7 @@ class Batch:
         known = vars(self)
         if "query_start_loc" not in known and "seq_lens" not in known:
             self._lengths()
-        return self._put(numbers)
+        return self.outgoing.put(numbers, self.device)
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""

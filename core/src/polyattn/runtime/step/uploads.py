@@ -65,8 +65,39 @@ class Upload:
                 self._pool.give_back(sheet)
 
 
+class Outgoing(list[Upload]):
+    """What plans of a step, and of its parts, have put on their way."""
+
+    def put(self, numbers: Numbers, device: torch.device) -> Place:
+        """Add integers, and return where they will lie."""
+        place = self[-1].put(numbers) if self else None
+        if place is None:
+            # Behind many rows' starts there is room for their lengths, and a work list.
+            count = len(numbers)
+            self.append(new_upload(device, PLACES if 2 * count <= PLACES else 4 * count))
+            place = self[-1].put(numbers)
+        assert place is not None
+        return place
+
+    def send(self) -> None:
+        """Copy all that is on its way."""
+        for each in self:
+            each.send()
+        self.clear()
+
+
 class Place:
-    """Where some numbers will lie on the device. It keeps that memory."""
+    """Where some numbers will lie on the device. It keeps that memory.
+
+    Attributes:
+        address: of the first number.
+        count: of the numbers.
+
+    Examples:
+        >>> Place.of(torch.tensor([3, 1], dtype=torch.int32)).tensor.tolist()
+        [3, 1]
+
+    """
 
     __slots__ = ("_start", "_tensor", "_upload", "address", "count")
 
@@ -79,7 +110,12 @@ class Place:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
-        """Return where numbers lie that are on the device already."""
+        """Return where numbers lie that are on the device already.
+
+        Args:
+            tensor: int32 (n,), which holds them.
+
+        """
         return cls(None, 0, tensor.numel(), tensor)
 
     @property
