@@ -237,10 +237,8 @@ class StepChoice:
         kind, side = kind_of_step(longer, behind), self._side(behind)
         rest = side._call("prefill", kind, REST, side.predictor.shape(kind, longer, behind))
         side = self._side(lens)
-        shape, some = (
-            shape_of_decodes(self.spec, lens, deals=side._deals),
-            side._candidates["decode"],
-        )
+        shape = shape_of_decodes(self.spec, lens, deals=side._deals)
+        some: Sequence[Weighed] = side._candidates["decode"]
         if side._decodes_compete and side._dealt:
             _, some, shape = side._looked_at(shape, lens)
         decodes = CallChoice("decode", "decode", DECODES, shape, some)

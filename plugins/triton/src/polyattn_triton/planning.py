@@ -219,7 +219,7 @@ class PlannedAttention(AttentionBackend):
         table = table if table is not None else self._none
         work = self._nowhere if place is None else place.address
         if plan.way in ("prefill", "pieces"):
-            keys = plan.widening.origins if plan.widening is not None else self._none
+            keys: Tensor | None = self._none if plan.widening is None else plan.widening.origins
             if plan.fresh and plan.widening is None:
                 keys = self._key_starts(batch)
             at = starts if keys is None else keys.data_ptr()

@@ -215,7 +215,7 @@ def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
 def may_share(block_table: NDArray[np.int32]) -> bool:
     """Return whether two rows begin with one block: the only cost of the common case, no sharing."""
     rows, columns = block_table.shape
-    return rows > 1 and columns > 0 and len(set(block_table[:, 0].tolist())) < rows
+    return bool(rows > 1 and columns and len(set(block_table[:, 0].tolist())) < rows)
 
 
 def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> int:

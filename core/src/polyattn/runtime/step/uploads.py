@@ -91,7 +91,12 @@ class Place:
 
     Attributes:
         address: of the first number.
-        count: of the numbers.
+
+    Args:
+        upload: what takes them there; None: they are there.
+        start: their place in it.
+        count: how many they are.
+        tensor: int32 (count,), which holds them.
 
     Examples:
         >>> Place.of(torch.tensor([3, 1], dtype=torch.int32)).tensor.tolist()
@@ -99,10 +104,10 @@ class Place:
 
     """
 
-    __slots__ = ("_start", "_tensor", "_upload", "address", "count")
+    __slots__ = ("_count", "_start", "_tensor", "_upload", "address")
 
     def __init__(self, upload: Upload | None, start: int, count: int, tensor: Tensor | None = None):
-        self._upload, self._start, self.count, self._tensor = upload, start, count, tensor
+        self._upload, self._start, self._count, self._tensor = upload, start, count, tensor
         if upload is not None:
             self.address = upload.address + 4 * start
         elif tensor is not None:
@@ -125,7 +130,7 @@ class Place:
         if upload is not None:
             upload.send()
             if tensor is None:
-                tensor = upload.there[self._start : self._start + self.count]
+                tensor = upload.there[self._start : self._start + self._count]
                 self._tensor = tensor
         assert tensor is not None
         return tensor
@@ -181,7 +186,16 @@ class Pool:
 
 # Without an object for the stream: a tenth of what that takes.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_pools = threading.local()
+
+
+class Pools(threading.local):
+    """A thread's pools, by the device's index and the stream."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], Pool] = {}
+
+
+_pools = Pools()
 
 
 def new_upload(device: torch.device, size: int) -> Upload:
@@ -193,9 +207,9 @@ def new_upload(device: torch.device, size: int) -> Upload:
     if usual and not torch.cuda.is_current_stream_capturing():
         index = torch.cuda.current_device() if device.index is None else device.index
         key = index, _current_stream(index)
-        pool: Pool | None = _pools.__dict__.get(key)
+        pool = _pools.by_stream.get(key)
         if pool is None:
-            pool = _pools.__dict__[key] = Pool(*key)
+            pool = _pools.by_stream[key] = Pool(*key)
         return pool.take()
     there, host = torch.empty(size, dtype=torch.int32, device=device), page_locked(size, device)
     return Upload(there, there.data_ptr(), Sheet(host, host.numpy()))
