@@ -230,8 +230,7 @@ class StepChoice:
         if self._mixing:
             whole = whole._replace(shape=self.predictor.shape("mixed", q, n))
             # What two calls cost the host is known before their rows are looked at.
-            name = self.predictor.fastest(self._mixing, whole.shape, self._host_of_two, deal=False)
-            if name:
+            if name := self.predictor.fastest(self._mixing, whole.shape, self._host_of_two):
                 return (whole._replace(name=name),)
         longer, behind, lens = q[more], n[more], n[ones]
         kind, side = kind_of_step(longer, behind), self._side(behind)
