@@ -56,7 +56,7 @@ _numbers = itertools.count(1)
 _plans: dict[int, weakref.ref[StepPlan]] = {}
 """By their handles. Those that are gone leave when `REMEMBERED` new handles are made."""
 _handles: list[tuple[Tensor, int]] = []
-REMEMBERED = 256
+REMEMBERED = 4
 
 
 class StepPlanner(ABC):

@@ -18,9 +18,9 @@ from polyattn.runtime.step.integers import page_locked
 
 PLACES = 1024
 """Numbers of an upload, 4 KiB; what has no room there has memory of its own."""
-TOGETHER = 16
+TOGETHER = 4
 """Uploads whose memory on the device is allocated together, and is freed when nobody holds any."""
-SHEETS = 8
+SHEETS = 4
 """Of page-locked memory that one event frees: to record it and to ask for it takes a host 2.5 us."""
 
 Numbers = np.ndarray[Any, Any]
@@ -144,6 +144,7 @@ class Pool:
 
     def __init__(self, index: int, stream: int):
         self.device, self.stream = torch.device("cuda", index), stream
+        self._stream: Any = None  # torch's object for it
         self._there: list[tuple[Tensor, int]] = []
         self._sheets: list[Sheet] = []
         self._sent: list[Sheet] = []
@@ -172,8 +173,10 @@ class Pool:
         return current and not torch.cuda.is_current_stream_capturing()
 
     def _event(self) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.current_stream(self.device)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._stream)
         return event
 
     def _free(self) -> list[Sheet]:
