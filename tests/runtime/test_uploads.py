@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.runtime.step import uploads
-from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload
+from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload, outgoing
 
 LATER = torch.device("meta")  # which stands for an accelerator
 
@@ -67,13 +67,21 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Late:
     return Late(monkeypatch)
 
 
+@pytest.fixture
+def planning(device: Late) -> Iterator[Late]:
+    """Within a plan, which sends at its end."""
+    outgoing.begin()
+    yield device
+    outgoing.end()
+
+
 def batch_of(lens: list[int]) -> Batch:
     return Batch(list(range(len(lens) + 1)), lens, device=LATER)
 
 
 @pytest.mark.parametrize("first", ["query_start_loc", "seq_lens", "upload", "later", "lengths_at"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 7])
-def test_lengths_go_to_an_accelerator_in_one_copy(first: str, rows: int, device: Late) -> None:
+def test_lengths_go_to_an_accelerator_in_one_copy(first: str, rows: int, planning: Late) -> None:
     """Both start at addresses of 16 bytes, for which kernels are compiled."""
     lens = list(range(9, 9 + rows))
     batch, place = batch_of(lens), None
@@ -83,29 +91,29 @@ def test_lengths_go_to_an_accelerator_in_one_copy(first: str, rows: int, device:
             work = batch.upload(numbers)
         else:
             place = batch.later(numbers)
-            assert not device.queue  # yet
+            assert not planning.queue  # yet
             work = place.tensor
-        assert device.queued == 1
-        device.run()
+        assert planning.queued == 1
+        planning.run()
         assert work.tolist() == [3, 1, 4] and work.data_ptr() % 16 == 0
         assert place is None or place.address == work.data_ptr()
     elif first == "lengths_at":
         addresses = batch.lengths_at()
-        assert not device.queue
+        assert not planning.queue
         tensors = batch.query_start_loc, batch.seq_lens
         assert all(a == t.data_ptr() for a, t in zip(addresses, tensors, strict=True) if len(t))
     else:
         getattr(batch, first)
     tensors = batch.query_start_loc, batch.seq_lens
-    device.run()
-    assert [t.tolist() for t in tensors] == [batch.starts, lens] and device.queued == 1
+    planning.run()
+    assert [t.tolist() for t in tensors] == [batch.starts, lens] and planning.queued == 1
     assert all(t.dtype == torch.int32 and t.data_ptr() % 16 == 0 for t in tensors)
     alone = batch.upload(np.array([7], np.int32))
-    device.run()
-    assert alone.tolist() == [7] and len(device.uploads) == device.queued == 2
+    planning.run()
+    assert alone.tolist() == [7] and len(planning.uploads) == planning.queued == 2
 
 
-def test_lengths_that_the_device_has_are_not_copied_again(device: Late) -> None:
+def test_lengths_that_the_device_has_are_not_copied_again(planning: Late) -> None:
     own = torch.tensor([4, 5], dtype=torch.int32)
     batch = Batch([0, 1, 2], own)
     batch.device = LATER
@@ -113,7 +121,7 @@ def test_lengths_that_the_device_has_are_not_copied_again(device: Late) -> None:
     assert lens == own.data_ptr() == batch.seq_lens.data_ptr()
     assert starts == batch.query_start_loc.data_ptr()
     batch.later(np.array([1], np.int32))
-    device.run()
+    planning.run()
     assert batch.query_start_loc.tolist() == [0, 1, 2] and batch.lengths_at() == (starts, lens)
 
 
@@ -121,9 +129,10 @@ def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
     """While the device is steps behind, and whether plans live on or not."""
     seen, living = [], []
     for step in range(5 * SHEETS):
+        outgoing.begin()
         batch = batch_of([step + 1, step + 2])
         place = batch.later(np.array([step], np.int32))
-        batch.outgoing.send()
+        outgoing.end()
         if step % 3 == 0:
             living.append((step, batch, place))
         tensors = batch.seq_lens, place.tensor
@@ -150,30 +159,27 @@ def test_a_sheet_serves_again_behind_its_copy_alone(device: Late) -> None:
     assert set(sheets[:3]) < set(again) and sheets[3] not in again
 
 
-def test_parts_of_a_step_send_with_it(device: Late) -> None:
+def test_parts_of_a_step_and_other_batches_send_with_it(device: Late) -> None:
+    outgoing.begin()
     batch = Batch([0, 1, 2, 7], [9, 8, 7], device=LATER)
     first, second = batch.part(slice(0, 2)), batch.part(slice(2, 3))
-    places = [part.later(np.array([n], np.int32)) for n, part in enumerate((first, second))]
-    assert len(first.lengths_at()) == len(second.lengths_at()) == 2 and not device.queue
-    batch.outgoing.send()
+    other = batch_of([5])  # as of the pages that a plan chooses
+    parts = (first, second, other)
+    places = [part.later(np.array([n], np.int32)) for n, part in enumerate(parts)]
+    assert all(len(part.lengths_at()) == 2 for part in parts) and not device.queue
+    outgoing.end()
     assert device.queued == 1
     device.run()
-    assert [p.tensor.tolist() for p in places] == [[0], [1]]
+    assert [p.tensor.tolist() for p in places] == [[0], [1], [2]]
     assert first.seq_lens.tolist() == [9, 8] and second.query_start_loc.tolist() == [0, 5]
+    assert other.seq_lens.tolist() == [5] and device.queued == 1
+
+
+def test_numbers_outside_a_plan_are_sent_at_once(device: Late) -> None:
+    place = batch_of([3, 4]).later(np.array([1], np.int32))
     assert device.queued == 1
-
-
-def test_a_refused_plan_changes_no_later_one(device: Late) -> None:
-    """What it put is sent with the next plan of the batch, or never."""
-    batch = batch_of([3, 4])
-    batch.later(np.array([1], np.int32))  # refused then
-    place = batch.later(np.array([2], np.int32))
-    batch.outgoing.send()
-    other = batch_of([5])
-    other.outgoing.send()
     device.run()
-    assert place.tensor.tolist() == [2] and batch.seq_lens.tolist() == [3, 4]
-    assert device.queued == 1  # of the other batch nothing was asked for
+    assert place.tensor.tolist() == [1]
 
 
 def test_what_has_no_room_goes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +203,11 @@ def test_a_pickled_batch_has_no_memory_on_its_way(device: Late) -> None:
     batch = batch_of([3, 4])
     batch.later(np.array([1], np.int32))
     other = pickle.loads(pickle.dumps(batch))
-    assert not other.outgoing and other._places is None and len(batch.outgoing) == 1
+    assert batch._places is not None and other._places is None
 
 
 def test_a_plan_sends_what_it_put(device: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an earlier plan of the batch was refused."""
+    """Also where it is refused: its batch's next plan knows where the lengths are."""
     group = LayerGroup(LayerSpec(num_heads=4, head_size=32, dtype="float32", block_size=16))
     monkeypatch.setattr(LayerGroup, "check", lambda *_: None)
     batch = batch_of([3, 4])
@@ -211,6 +217,7 @@ def test_a_plan_sends_what_it_put(device: Late, monkeypatch: pytest.MonkeyPatch)
 
         def plan(self, batch: Batch) -> Any:
             self.place = batch.later(np.array([7], np.int32))
+            assert device.queued == (not self.refuses)
             if self.refuses:
                 raise BatchError("no")
             return None
@@ -218,9 +225,9 @@ def test_a_plan_sends_what_it_put(device: Late, monkeypatch: pytest.MonkeyPatch)
     group.planner = planner = Planner()  # type: ignore[assignment]
     with pytest.raises(BatchError):
         group.plan(batch)
-    assert not device.queue
+    assert device.queued == 1 and not outgoing.plans
     planner.refuses = False
     group.plan(batch)
-    assert device.queued == 1 and not batch.outgoing
+    assert device.queued == 2 and not outgoing.plans and not outgoing.uploads
     device.run()
     assert planner.place.tensor.tolist() == [7] and batch.seq_lens.tolist() == [3, 4]

@@ -37,6 +37,7 @@ from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import blocks_of_table, check_bounds
+from polyattn.runtime.step.uploads import outgoing
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.running import record_decision
@@ -321,13 +322,15 @@ class LayerGroup:
         if self._waits:
             self.finish_builds()
         began = 0.0 if self.plan_checks is None else time.perf_counter()
-        if torch._C._len_torch_function_stack():
-            with on_the_host():
+        outgoing.begin()
+        try:
+            if torch._C._len_torch_function_stack():
+                with on_the_host():
+                    step = self.planner.plan(batch)
+            else:  # as nearly always, without a context
                 step = self.planner.plan(batch)
-        else:  # as nearly always, without a context
-            step = self.planner.plan(batch)
-        if batch.outgoing:
-            batch.outgoing.send()
+        finally:
+            outgoing.end()
         if batch.staging is not None:
             batch.staging.send()
         if self.plan_checks is not None:

@@ -31,7 +31,7 @@ from polyattn.runtime.step.shared_prefix import (
 from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
 from polyattn.runtime.step.tensor_checks import check_tensors, device_of
-from polyattn.runtime.step.uploads import Outgoing, Place
+from polyattn.runtime.step.uploads import Place, outgoing
 from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
@@ -127,7 +127,6 @@ class Batch:
         shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
-        self.outgoing = Outgoing()
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
@@ -383,8 +382,8 @@ class Batch:
     def _lengths(self) -> tuple[Place, Place]:
         """Return where an accelerator has both tensors of lengths, once they are sent."""
         if self._places is None:
-            put, device = self.outgoing.put, self.device
-            self._places = put(self.host_starts, device), put(self.host_lens, device)
+            starts, lens = outgoing.put(self.device, self.host_starts, self.host_lens)
+            self._places = starts, lens
         return self._places
 
     @property
@@ -499,8 +498,7 @@ class Batch:
     def __getstate__(self) -> dict[str, Any]:
         """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
         own = "plans", "staging", "_places"
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
-        return state | {"outgoing": Outgoing()}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def upload(
         self, numbers: np.ndarray[Any, Any], into: Tensor | None = None, room: int = 0
@@ -544,9 +542,11 @@ class Batch:
         if self.device.type == "cpu":
             return Place.of(torch.from_numpy(numbers))
         known = vars(self)
-        if "query_start_loc" not in known and "seq_lens" not in known:
-            self._lengths()
-        return self.outgoing.put(numbers, self.device)
+        if self._places or "query_start_loc" in known or "seq_lens" in known:
+            return outgoing.put(self.device, numbers)[0]
+        starts, lens, place = outgoing.put(self.device, self.host_starts, self.host_lens, numbers)
+        self._places = starts, lens
+        return place
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""

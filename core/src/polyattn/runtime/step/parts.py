@@ -34,7 +34,7 @@ def fill_part(batch: Any, part: Any, seqs: slice | list[int]) -> Any:
     part.seq_ids = own[seqs] if isinstance(seqs, slice) else [own[i] for i in chosen]
     part.step_query_lens = batch.step_query_lens
     part.causal, part.lens_are_bounds = batch.causal, batch.lens_are_bounds
-    part.staging, part.outgoing = batch.staging, batch.outgoing
+    part.staging = batch.staging
     index: Any = seqs
     if not isinstance(seqs, slice):
         index = torch.tensor(seqs, dtype=torch.int64, device=batch.device)  # none, too

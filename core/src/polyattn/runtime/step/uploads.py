@@ -65,27 +65,6 @@ class Upload:
                 self._pool.give_back(sheet)
 
 
-class Outgoing(list[Upload]):
-    """What plans of a step, and of its parts, have put on their way."""
-
-    def put(self, numbers: Numbers, device: torch.device) -> Place:
-        """Add integers, and return where they will lie."""
-        place = self[-1].put(numbers) if self else None
-        if place is None:
-            # Behind many rows' starts there is room for their lengths, and a work list.
-            count = len(numbers)
-            self.append(new_upload(device, PLACES if 2 * count <= PLACES else 4 * count))
-            place = self[-1].put(numbers)
-        assert place is not None
-        return place
-
-    def send(self) -> None:
-        """Copy all that is on its way."""
-        for each in self:
-            each.send()
-        self.clear()
-
-
 class Place:
     """Where some numbers will lie on the device. It keeps that memory.
 
@@ -216,3 +195,53 @@ def new_upload(device: torch.device, size: int) -> Upload:
         return pool.take()
     there, host = torch.empty(size, dtype=torch.int32, device=device), page_locked(size, device)
     return Upload(there, there.data_ptr(), Sheet(host, host.numpy()))
+
+
+class Outgoing(threading.local):
+    """What the plan that a thread makes has put on its way; without one numbers are sent at once.
+
+    It is the thread's, not a batch's: plans make batches of their own.
+    """
+
+    def __init__(self) -> None:
+        self.uploads: list[Upload] = []
+        self.device: torch.device | None = None  # of the last one
+        self.plans = 0
+
+    def put(self, device: torch.device, *arrays: Numbers) -> list[Place]:
+        """Add integers, and return where they will lie."""
+        uploads, places = self.uploads, []
+        for numbers in arrays:
+            place = None
+            if uploads and self.device == device:
+                place = uploads[-1].put(numbers)
+            if place is None:
+                # Behind many rows' starts there is room for their lengths, and a work list.
+                count = len(numbers)
+                uploads.append(new_upload(device, PLACES if 2 * count <= PLACES else 4 * count))
+                self.device = device
+                place = uploads[-1].put(numbers)
+            assert place is not None
+            places.append(place)
+        if not self.plans:
+            self.send()
+        return places
+
+    def send(self) -> None:
+        """Copy all that is on its way."""
+        for each in self.uploads:
+            each.send()
+        self.uploads.clear()
+
+    def begin(self) -> None:
+        """Begin a plan."""
+        self.plans += 1
+
+    def end(self) -> None:
+        """End a plan, be it made or refused, and send what it put."""
+        self.plans -= 1
+        if self.uploads:
+            self.send()
+
+
+outgoing = Outgoing()
