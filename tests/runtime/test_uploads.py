@@ -70,9 +70,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Late:
 @pytest.fixture
 def planning(device: Late) -> Iterator[Late]:
     """Within a plan, which sends at its end."""
-    outgoing.begin()
+    outgoing.plans += 1
     yield device
-    outgoing.end()
+    outgoing.plans -= 1
+    outgoing.send()
 
 
 def batch_of(lens: list[int]) -> Batch:
@@ -129,10 +130,11 @@ def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
     """While the device is steps behind, and whether plans live on or not."""
     seen, living = [], []
     for step in range(5 * SHEETS):
-        outgoing.begin()
+        outgoing.plans += 1
         batch = batch_of([step + 1, step + 2])
         place = batch.later(np.array([step], np.int32))
-        outgoing.end()
+        outgoing.plans -= 1
+        outgoing.send()
         if step % 3 == 0:
             living.append((step, batch, place))
         tensors = batch.seq_lens, place.tensor
@@ -160,14 +162,15 @@ def test_a_sheet_serves_again_behind_its_copy_alone(device: Late) -> None:
 
 
 def test_parts_of_a_step_and_other_batches_send_with_it(device: Late) -> None:
-    outgoing.begin()
+    outgoing.plans += 1
     batch = Batch([0, 1, 2, 7], [9, 8, 7], device=LATER)
     first, second = batch.part(slice(0, 2)), batch.part(slice(2, 3))
     other = batch_of([5])  # as of the pages that a plan chooses
     parts = (first, second, other)
     places = [part.later(np.array([n], np.int32)) for n, part in enumerate(parts)]
     assert all(len(part.lengths_at()) == 2 for part in parts) and not device.queue
-    outgoing.end()
+    outgoing.plans -= 1
+    outgoing.send()
     assert device.queued == 1
     device.run()
     assert [p.tensor.tolist() for p in places] == [[0], [1], [2]]

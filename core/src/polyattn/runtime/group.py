@@ -322,7 +322,7 @@ class LayerGroup:
         if self._waits:
             self.finish_builds()
         began = 0.0 if self.plan_checks is None else time.perf_counter()
-        outgoing.begin()
+        outgoing.plans += 1
         try:
             if torch._C._len_torch_function_stack():
                 with on_the_host():
@@ -330,7 +330,9 @@ class LayerGroup:
             else:  # as nearly always, without a context
                 step = self.planner.plan(batch)
         finally:
-            outgoing.end()
+            outgoing.plans -= 1
+            if outgoing.uploads:
+                outgoing.send()
         if batch.staging is not None:
             batch.staging.send()
         if self.plan_checks is not None:

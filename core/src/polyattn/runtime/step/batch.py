@@ -150,8 +150,6 @@ class Batch:
         self.inputs = {}
         if inputs is not None or mask is not None:
             self.inputs = step_inputs(inputs, mask, self.query_lens, self.lens, self.device)
-        if self.device.type != "cpu":
-            self.host_block_table = None
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]

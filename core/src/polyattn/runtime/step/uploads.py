@@ -200,7 +200,8 @@ def new_upload(device: torch.device, size: int) -> Upload:
 class Outgoing(threading.local):
     """What the plan that a thread makes has put on its way; without one numbers are sent at once.
 
-    It is the thread's, not a batch's: plans make batches of their own.
+    It is the thread's, not a batch's: plans make batches of their own. `plans`: that it is making, one
+    within another.
     """
 
     def __init__(self) -> None:
@@ -232,16 +233,6 @@ class Outgoing(threading.local):
         for each in self.uploads:
             each.send()
         self.uploads.clear()
-
-    def begin(self) -> None:
-        """Begin a plan."""
-        self.plans += 1
-
-    def end(self) -> None:
-        """End a plan, be it made or refused, and send what it put."""
-        self.plans -= 1
-        if self.uploads:
-            self.send()
 
 
 outgoing = Outgoing()
