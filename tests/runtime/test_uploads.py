@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,10 @@ def test_lengths_that_the_device_has_are_not_copied_again(planning: Late) -> Non
 def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
     """While the device is steps behind, and whether plans live on or not."""
     seen, living = [], []
+
+    def looks(tensors: tuple[torch.Tensor, ...]) -> None:
+        seen.append([t.tolist() for t in tensors])
+
     for step in range(5 * SHEETS):
         outgoing.plans += 1
         batch = batch_of([step + 1, step + 2])
@@ -138,7 +143,7 @@ def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
         if step % 3 == 0:
             living.append((step, batch, place))
         tensors = batch.seq_lens, place.tensor
-        device.do(lambda tensors=tensors: seen.append([t.tolist() for t in tensors]))
+        device.do(partial(looks, tensors))
         if step == 2 * SHEETS:
             device.run(3 * SHEETS)
     device.run()
@@ -147,17 +152,23 @@ def test_plans_in_a_row_each_read_their_own_numbers(device: Late) -> None:
         assert batch.seq_lens.tolist() == [step + 1, step + 2] and place.tensor.tolist() == [step]
 
 
+def sheet_of(upload: Upload) -> int:
+    """The address of the page-locked memory of an upload that isn't sent."""
+    assert upload._sheet is not None
+    return upload._sheet.tensor.data_ptr()
+
+
 def test_a_sheet_serves_again_behind_its_copy_alone(device: Late) -> None:
     """Not while a copy may read it, and not where that was queued on another stream."""
     sheets = []
     for step in range(2 * SHEETS):
         upload = device.take()
-        sheets.append(upload._sheet.tensor.data_ptr())
+        sheets.append(sheet_of(upload))
         device.current = step != 3
         upload.send()
     assert len(set(sheets)) == 2 * SHEETS
     device.run()
-    again = [device.take()._sheet.tensor.data_ptr() for _ in range(SHEETS + 1)]
+    again = [sheet_of(device.take()) for _ in range(SHEETS + 1)]
     assert set(sheets[:3]) < set(again) and sheets[3] not in again
 
 
