@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import numpy as np
 import polyattn.runtime.group
 import pytest
 import torch
@@ -28,7 +27,6 @@ from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Frame, Plan
 from polyattn.plugin import BackendInfo, Capabilities, declare
 from polyattn.runtime.group import StepPlan, plan_of
-from polyattn.runtime.step import batch as batches
 from polyattn.spec.latent import LatentSpec
 from polyattn.workload.base import Workload, workload
 from polyattn_cpu.sdpa import TorchSDPA
@@ -217,39 +215,3 @@ def test_copies_and_parts_of_a_frame_have_every_field() -> None:
     for name, value in zip(names, values, strict=True):
         assert getattr(other, name) is (None if name == "lse" else value)
         assert torch.equal(getattr(first, name)[:1], value[:1])
-
-
-@pytest.mark.parametrize("first", ["query_start_loc", "seq_lens", "work"])
-@pytest.mark.parametrize("rows", [0, 1, 5, 7])
-def test_lengths_go_to_an_accelerator_in_one_copy(
-    first: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both start at addresses of 16 bytes, for which kernels are compiled."""
-    copies = []
-
-    def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-        assert device.type == "meta"  # which stands for an accelerator
-        copies.append(values)
-        return torch.as_tensor(values)
-
-    monkeypatch.setattr(batches, "upload", upload)
-    lens = list(range(9, 9 + rows))
-    batch = Batch(list(range(rows + 1)), lens, device="meta")
-    if first == "work":  # a plan's numbers go with them, and alone where these are there
-        work = batch.upload(np.array([3, 1, 4], np.int32))
-        assert work.tolist() == [3, 1, 4] and work.storage_offset() % 4 == 0
-        assert len(copies) == 1
-    else:
-        getattr(batch, first)
-    assert batch.query_start_loc.tolist() == batch.starts and batch.seq_lens.tolist() == lens
-    tensors = batch.query_start_loc, batch.seq_lens
-    assert all(t.dtype == torch.int32 and t.storage_offset() % 4 == 0 for t in tensors)
-    assert len(copies) == 1
-    assert batch.upload(np.array([7], np.int32)).tolist() == copies.pop().tolist() == [7]
-    # One of them that the device has already isn't copied again.
-    given = torch.tensor(lens, dtype=torch.int32)
-    batch = Batch(list(range(rows + 1)), given)
-    assert batch.seq_lens.data_ptr() == given.data_ptr()
-    batch.device = torch.device("meta")
-    assert batch.query_start_loc.tolist() == batch.starts and len(copies) == 2
-    assert batch.seq_lens.data_ptr() == given.data_ptr() and len(copies[1]) == rows + 1

@@ -86,8 +86,8 @@ def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 def smaller_workspace(plan: Any) -> None:
-    parts, lse, *others = plan.kept.tensors
-    plan.kept.tensors = (parts[: len(parts) // 50], lse[: len(lse) // 50], *others)
+    parts, lse, *others = plan.kept.own
+    plan.kept.own = (parts[: len(parts) // 50], lse[: len(lse) // 50], *others)
 
 
 def fewer_programs(plan: Any) -> tuple[int, int, int]:
@@ -256,7 +256,7 @@ def with_parts(plan: Any) -> Any:
 LAUNCHES: dict[str, Callable[[Any], Any]] = {
     "a launch is missing": lambda p: p.others.pop(),
     "a launch runs twice": lambda p: p.others.append(p.others[0]),
-    "a launch has another one's tiles": lambda p: setattr(p.others[0], "work", p.work),
+    "a launch has another one's tiles": lambda p: setattr(p.others[0], "place", p.place),
     "a launch's share is too short": lambda p: with_parts(p).work[:1].sub_(1),
     "nobody merges a launch's parts": lambda p: setattr(with_parts(p), "merging", None),
     "the workspace is too small": lambda p: smaller_workspace(with_parts(p)),

@@ -79,6 +79,7 @@ from polyattn.runtime.step.shared_prefix import SharedRun as SharedRun
 from polyattn.runtime.step.step_mask import BlockSparseMask as BlockSparseMask
 from polyattn.runtime.step.step_mask import CustomMask as CustomMask
 from polyattn.runtime.step.uniform_rows import UniformRows as UniformRows
+from polyattn.runtime.step.uploads import Place as Place
 from polyattn.selection.cache_format import CacheFormat as CacheFormat
 from polyattn.settings import current_settings as current_settings
 from polyattn.spec.decompose import absorbed as absorbed

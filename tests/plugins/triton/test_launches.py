@@ -74,7 +74,7 @@ def test_kept_tensors_come_after_the_others_and_count_for_alignment() -> None:
     kernel = FakeKernel()
     compiled = kernel.compiled
     site, tensor = Site(kernel, (16,), (True,), {}), torch.zeros(32)
-    aligned, shifted = Kept(tensor, tensor[8:]), Kept(tensor, tensor[1:])
+    aligned, shifted = Kept((tensor, tensor[8:])), Kept((tensor, tensor[1:]))
     for kept in (aligned, shifted):
         site((1, 1, 1), (tensor[4:],), (0.5,), (7,), kept)
     pointers = [[t.data_ptr() for t in args[:3]] for args in compiled]  # type: ignore[attr-defined]

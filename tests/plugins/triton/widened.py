@@ -150,7 +150,7 @@ def attended(
         return out
     tensors = list(plan.kept.tensors)
     tensors[5] = keys
-    plan.kept = Kept(*tensors)
+    plan.kept = Kept(tuple(tensors))
     backend.run(plan, Frame(query, *given, None, params, out, lse))
     return out
 

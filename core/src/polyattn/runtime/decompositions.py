@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +16,14 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Some of a step's sequences as a batch, and the indices of their tokens in the step."""
 
     batch: Batch
     rows: Rows
 
 
-@dataclass(frozen=True)
-class Phases:
+class Phases(NamedTuple):
     """A step by phase; None for a phase without rows."""
 
     decode: Part | None

@@ -37,6 +37,7 @@ from polyattn.runtime.plan_checks import PlanChecks
 from polyattn.runtime.program import Call, Op
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import blocks_of_table, check_bounds
+from polyattn.runtime.step.uploads import outgoing
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.running import record_decision
@@ -53,7 +54,10 @@ log = logging.getLogger("polyattn")
 UNKNOWN = 1 << 32
 NOWHERE_ELSE = nullcontext()
 _numbers = itertools.count(1)
-_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
+_plans: dict[int, weakref.ref[StepPlan]] = {}
+"""By their handles. Those that are gone leave when `REMEMBERED` new handles are made."""
+_handles: list[tuple[Tensor, int]] = []
+REMEMBERED = 4
 
 
 class StepPlanner(ABC):
@@ -124,16 +128,13 @@ class StepPlan:
     def __init__(self, group: LayerGroup, batch: Batch, ops: Iterable[Op]):
         self.group, self.batch, self.ops = group, batch, tuple(ops)
         # Looked up once a step: a layer's call pays for each attribute.
-        self._program = tuple((op.rows, op.run) for op in self.ops)
-        number = next(_numbers)
-        _alive[number] = self
-        self.handle = torch.from_numpy(np.array(number))  # a quarter of what torch.tensor takes
+        self._program = [(op.rows, op.run) for op in self.ops]
         # The cache must have as many blocks; a table that only the device has isn't read.
-        table = batch.block_table
-        on_host = table is not None and table.device.type == "cpu"
+        on_host = group.device_type == "cpu" and batch.block_table is not None
         # A captured step's plan is refilled with other steps than its batch says.
         refilled = group.spec.graph_capture or group.spec.length_bounds
         self._num_blocks = UNKNOWN if on_host and not refilled else 0
+        self.handle = _handle(self)
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -194,9 +195,23 @@ def _planned(group: LayerGroup, batch: Batch) -> StepPlan:
     return group.plan(batch)
 
 
+def _handle(plan: StepPlan) -> Tensor:
+    """Return a new handle of a plan."""
+    if not _handles:
+        for other in [n for n, known in list(_plans.items()) if known() is None]:
+            _plans.pop(other, None)
+        first = REMEMBERED * next(_numbers)
+        numbers = np.arange(first, first + REMEMBERED)
+        _handles.extend(zip(torch.from_numpy(numbers).unbind(), numbers.tolist(), strict=True))
+    handle, number = _handles.pop()
+    _plans[number] = weakref.ref(plan)
+    return handle
+
+
 def plan_of(handle: Tensor) -> StepPlan | None:
     """Return the plan behind a handle, None where it is gone."""
-    return _alive.get(int(handle))
+    known = _plans.get(int(handle))
+    return None if known is None else known()
 
 
 class LayerGroup:
@@ -306,9 +321,18 @@ class LayerGroup:
             return reuse
         if self._waits:
             self.finish_builds()
-        began = time.perf_counter()
-        with on_the_host():
-            step = self.planner.plan(batch)
+        began = 0.0 if self.plan_checks is None else time.perf_counter()
+        outgoing.plans += 1
+        try:
+            if torch._C._len_torch_function_stack():
+                with on_the_host():
+                    step = self.planner.plan(batch)
+            else:  # as nearly always, without a context
+                step = self.planner.plan(batch)
+        finally:
+            outgoing.plans -= 1
+            if outgoing.uploads:
+                outgoing.send()
         if batch.staging is not None:
             batch.staging.send()
         if self.plan_checks is not None:

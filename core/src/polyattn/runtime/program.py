@@ -357,7 +357,7 @@ class Plan:
         return ""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StorePlan:
     """Where a step's keys and values go.
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyattn.selection.dealing_decodes import cores, stretches
+from polyattn.selection.dealing_decodes import begun_keys, cores, stretches
 from polyattn.selection.dealing_latents import Latents
 from polyattn.selection.dealing_torch import packed, runs
 from polyattn.selection.pieces import (
@@ -156,22 +156,23 @@ def _cut(step: Step, processors: int) -> Counts:
     if merging:
         limit = -(-int(each.dot(tops)) * heads * 11 // (10 * processors))
         most_parts = _most_parts(most * heads, min(loaded, processors), processors)
-        each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
-        parts = largest(each_parts)
+        parts = min(-(-longest // limit), most_parts)
         tokens += ONE_PART * step.tokens
-    costs, turns = blocks + BEGIN, heads
+    costs, turns, single = blocks + BEGIN, heads, len(blocks) == len(tops)
     if parts > 1:
-        wanted = each_parts.repeat(each)
+        each_parts = np.minimum((tops + (limit - 1)) // limit, most_parts)
+        wanted = each_parts if single else each_parts.repeat(each)
         share = -(-blocks // np.minimum(wanted, blocks))
         times = -(-blocks // share)  # parts without blocks write and read nothing
         parted = step.queries * (each_parts > 1)
         written = int(parted.dot(each_parts)) * total(times) // total(wanted)
         tokens += PARTIAL * written + (PARTIAL - ONE_PART) * total(parted)
         begin = BEGIN + (times > 1)  # a part is in float32
-        costs = cut(share + begin, blocks - (times - 1) * share + begin, times)
-        if len(costs) * heads > processors:
-            costs = costs[_parts_in_turn(times, each)]
-        each = np.add.reduceat(times, first)
+        costs = share + begin  # the longest pieces, which count where each has a processor
+        if total(times) * heads > processors:
+            costs = cut(costs, blocks - (times - 1) * share + begin, times)
+            costs = costs if single else costs[_parts_in_turn(times, each)]
+            each = times if single else np.add.reduceat(times, first)
     else:
         # Of decodes of most sizes no head waits for others to leave the L2.
         unmasked = step.most == 1 and near is None and not LOW_TILE < spec.head_size <= WIDE
@@ -275,6 +276,12 @@ def _packed(step: Step, processors: int) -> Counts:
     top = min(top, -(-of_all // (room - number))) if room > number else top
     if number >= room:
         limit = max(limit, top)
+    elif number == len(pages) > 2 * (room - number):  # no more rows are cut than there is room for
+        falling = pages.copy()
+        falling.sort()
+        limit = min(max(limit, falling.item(number - room - 1)), top)
+        if total((pages + (limit - 1)) // limit) <= room:
+            top = limit
     while limit < top:  # the shortest pieces for which there is room
         middle = (limit + top) // 2
         fits = int(each.dot((pages + (middle - 1)) // middle)) <= room
@@ -483,13 +490,18 @@ def least(spec: LayerSpec, kind: str, way: str, processors: int) -> Least:
     one. A tile costs some blocks beside. Of low tiles and pages less is known.
     """
     switches = SWITCHES.get(way, ())
-    if kind == "dealt":  # a tile has its group's rows
-        if way == "heads" and spec.gqa_ratio < GROUPED:  # on CUDA cores
+    if kind == "dealt":  # a row has a tile, or more, of its group's rows
+        group, begin = spec.gqa_ratio, begun_keys(spec)
+        if way == "heads" and group < GROUPED:  # on CUDA cores
             return Least(0.0, kinds=("", "cores"))
-        tall = tile_of(spec.head_size)[0] if way == "cut" else LOW_TILE
-        rows: float = min(tall, LOW_TILE) if spec.head_size in ONE_GROUP else tall
-        rows = PACKED[LOW] * LOW_TILE if way == "heads" else rows
-        return Least((rows - 1) / spec.gqa_ratio)
+        high, *keys = tile_of(spec.head_size) if way == "cut" else (LOW_TILE,)
+        rows: float = min(high, LOW_TILE) if spec.head_size in ONE_GROUP else high
+        if way == "cut":
+            begin = BEGIN * min(keys)
+        elif way == "heads":
+            rows, low = PACKED[LOW] * LOW_TILE, group <= LOW
+            begin = PAGE * (PACKED_BEGIN[LOW] if low else PACKED_BEGIN[LOW_TILE] / PACKED[LOW])
+        return Least((rows - 1) / group, begin * (rows - 1) / group)
     if kind in ("decode", "short"):
         pairs = {"even": 0.25, "heads": 0.55, "whole": 0.1}.get(way, 1.0)
         return Least(pairs, kinds=("",) if way == "heads" else ("", *switches))

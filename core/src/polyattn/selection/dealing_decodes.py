@@ -13,6 +13,7 @@ import numpy as np
 
 from polyattn.selection.pieces import SLACK, Counts, alike, largest, total
 from polyattn.selection.step import Step
+from polyattn.spec.layer import LayerSpec
 
 TILE, BLOCK, WIDE_BLOCK, WIDE = 64, 64, 32, 128
 """Rows that a tile counts as; keys of TRITON_ATTN's blocks, and with heads wider than `WIDE`."""
@@ -99,6 +100,11 @@ def stretches(step: Step, processors: int) -> Counts:
             pieces = used + min(count, used)
     cost = LISTED + (MERGE + ROUND * -(-parts // AT_ONCE) if parts > 1 else 0)
     return _counts(step, cost, share, line, pieces * rows, block)
+
+
+def begun_keys(spec: LayerSpec) -> float:
+    """Return the keys that a row costs beside its own, at the least."""
+    return BEGUN * (WIDE_BLOCK if spec.head_size > WIDE else BLOCK)
 
 
 def _counts(step: Step, cost: float, share: float, units: float, rows: float, block: int) -> Counts:

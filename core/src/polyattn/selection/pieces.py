@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ EACH: Ints = np.ones(1, np.int64)
 """Each piece is a group."""
 
 
+@lru_cache(maxsize=256)
+def ones(count: int) -> Ints:
+    """Return so many ones, not to be written to."""
+    each = np.ones(count, np.int64)
+    each.flags.writeable = False
+    return each
+
+
 def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = None) -> Ends:
     """Return when the last of some pieces ends that are dealt out so many times.
 
@@ -114,13 +123,16 @@ def ended(costs: Ints, processors: int, times: int = 1, groups: Ints | None = No
     if most == least:
         return at(rounds * most)
     # As a piece begins, all are busy with what was dealt before: for its share of that at the most.
-    before = upto + costs * (processors - 1)
-    if groups is None or groups is EACH:
-        before += (upto[-1] if groups is None else upto) * (times - 1)
+    before = costs * (processors - 1)
+    if groups is EACH:
+        before += upto * times
+    elif groups is None:
+        before += upto
     else:
-        before += (upto[groups.cumsum() - 1] * (times - 1)).repeat(groups)
-    last = largest(before) / processors
-    every = int(upto[-1]) * times
+        before += upto + (upto[groups.cumsum() - 1] * (times - 1)).repeat(groups)
+    every = upto.item(-1) * times
+    more = every - upto.item(-1) if groups is None else 0
+    last = (largest(before) + more) / processors
     if number > min(ROUNDS * processors, MANY):
         return _late(costs, processors, times, last, every)
     low, high = max(most, -(-every // processors), rounds * least), min(int(last), rounds * most)
@@ -239,6 +251,9 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, each: Ints, sizes: Ints, limit: int, even: bool = False, unit: int = 1) -> Rows:
         """Return tiles in pieces of so much, or of even shares of that; they count in units."""
+        if largest(sizes) <= limit:
+            share = (sizes + (unit - 1)) // unit if unit > 1 else sizes
+            return cls(each, ones(len(sizes)), share, share, 1, total(each))
         parts = np.maximum((sizes + (limit - 1)) // limit, 1)
         share = (sizes + parts - 1) // parts if even else np.minimum(sizes, limit)
         last = sizes - (parts - 1) * share
@@ -251,13 +266,15 @@ class Rows(NamedTuple):
 
         `block`: what a piece's cost is rounded up to, a power of two.
         """
-        each, parts, share, last, _, pieces = self
+        each, parts, share, last, most, pieces = self
         if pieces * times <= processors:
             return at(-(-largest(share) // block) * block + begin)
         if block > 1:
             share, last = (share + (block - 1)) & -block, (last + (block - 1)) & -block
-        costs = cut(share.repeat(each), last.repeat(each), parts.repeat(each)) + begin
-        return ended(costs, processors, times, EACH)
+        if each is not ones(len(each)):
+            share, last, parts = share.repeat(each), last.repeat(each), parts.repeat(each)
+        costs = cut(share, last, parts) if most > 1 else share
+        return ended(costs + begin, processors, times, EACH)
 
 
 def alike(number: int, longest: int, programs: int, least: int) -> tuple[int, int]:

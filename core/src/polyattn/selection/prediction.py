@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyattn.selection.dealing import SWITCHES, Dealer, Least, deal, deals_of, least
-from polyattn.selection.pieces import Counts, largest, total
+from polyattn.selection.pieces import Counts, largest, ones, total
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import GROUPED, KINDS, OVERLAPPING, TERMS, TimingModel
 
@@ -81,7 +81,14 @@ def shape_of_decodes(
     pairs = keys * -(-group // TILE) * TILE // group if spec.latent is not None else keys
     tiles = rows * kv_heads * -(-group // TALL)
     shape = StepShape(rows, rows, keys, longest, pairs, tiles, rows)
-    return _dealt(spec, shape, np.ones(rows, np.int64), lens, 1, deals) if deals else shape
+    return _dealt(spec, shape, ones(rows), lens, 1, deals) if deals else shape
+
+
+def dealt_decodes(
+    spec: LayerSpec, shape: StepShape, lens: Array, deals: Mapping[str, int]
+) -> StepShape:
+    """Return the shape of decodes of so many keys with other ways of dealing these out."""
+    return _dealt(spec, shape, ones(len(lens)), lens, 1, deals)
 
 
 def shape_of_step(
@@ -126,21 +133,29 @@ class Dealt(Mapping[str, StepShape]):
     def __init__(self, shape: StepShape, deals: Mapping[str, int], dealer: Callable[[], Dealer]):
         self._shape, self._deals, self._begin = shape, deals, dealer
         self._dealer: Dealer | None = None
-        self._known: dict[str, Counts] = {}
+        self._counts: dict[str, Counts] = {}
+        self._known: dict[str, tuple[StepShape, StepShape]] = {}
 
     def __getitem__(self, name: str) -> StepShape:
         return self.between(name, exact=True)[0]
 
     def between(self, name: str, exact: bool = False) -> tuple[StepShape, StepShape]:
         """Return two shapes whose times bound the exact one's. They cost little."""
-        counts = self._known.get(name)
+        known = self._known.get(name)
+        if known is not None and not (exact and known[0] is not known[1]):
+            return known
+        counts = self._counts.get(name)
         if counts is None:
             self._dealer = self._dealer or self._begin()
             counts = self._dealer(name, self._deals[name])
-        self._known[name] = counts = counts.exact() if exact else counts
-        step, rows, queries, longest, pairs, most, deal_out, kind = self._shape, *counts
-        low = StepShape(rows, queries, step.keys, longest, pairs, step.tiles, step.runs, {}, kind)
-        return low, low._replace(pairs=most) if deal_out else low
+        self._counts[name] = counts = counts.exact() if exact else counts
+        _, _, keys, _, _, tiles, runs, _, _ = self._shape
+        rows, queries, longest, pairs, most, deal_out, kind = counts
+        low = high = StepShape(rows, queries, keys, longest, pairs, tiles, runs, {}, kind)
+        if deal_out:
+            high = StepShape(rows, queries, keys, longest, most, tiles, runs, {}, kind)
+        self._known[name] = low, high
+        return low, high
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._deals)
@@ -303,6 +318,13 @@ class Weighed(NamedTuple):
         """Return what the microseconds on the device are at the least, however keys are dealt out."""
         return (self.floor if self.deal else self.timer)(shape)
 
+    def between(self, shape: StepShape) -> tuple[float, float]:
+        """Return two times, between which the microseconds on the device are. They cost little."""
+        if not self.deal:
+            return (us := self.timer(shape)), us
+        low, high = shape.dealt.between(self.deal)
+        return (us := self.timer(low)), us if high is low else self.timer(high)
+
     def host_us(self, shape: StepShape) -> float:
         """Return the host's microseconds."""
         return self.host * shape.runs if self.by_run else self.host
@@ -417,27 +439,33 @@ class Predictor:
         shape: StepShape,
         least: float = math.inf,
         total: Callable[[float, float], float] = max,
+        deal: bool = True,
+        floors: Sequence[float] = (),
     ) -> str:
         """Return whose time is the least, margins counted; "" where none is below `least`.
 
         Keys are dealt out as far as it takes to know. `total`: what a step takes for the device's and
-        the host's microseconds of the call.
+        the host's microseconds of the call. `deal`: else "" where bounds don't tell. `floors`: of each
+        candidate, what `least` returns, where that is known.
         """
         times = [(least, -1, least)] if least < math.inf else []  # at the least, whose, at the most
         for index, weighed in enumerate(candidates):
-            us = total(weighed.least(shape) * weighed.factor, weighed.host_us(shape))
+            floor = floors[index] if floors else weighed.least(shape)
+            us = total(floor * weighed.factor, weighed.host_us(shape))
             times.append((us, index, math.inf if weighed.deal else us))
         while True:
             times.sort()
             (_, index, high), *others = times
             if not others or (high, index) <= others[0]:
                 return candidates[index].name if index >= 0 else ""
-            weighed, dealt = candidates[index], shape.dealt
-            way, factor, host = weighed.deal, weighed.factor, weighed.host_us(shape)
-            below, above = dealt.between(way) if high == math.inf else (dealt[way],) * 2
-            low = high = total(weighed.timer(below) * factor, host)
-            if above is not below:
-                high = total(weighed.timer(above) * factor, host)
+            if not deal and high < math.inf:
+                return ""
+            weighed = candidates[index]
+            factor, host = weighed.factor, weighed.host_us(shape)
+            below, above = weighed.between(shape) if high == math.inf else (weighed.us(shape),) * 2
+            low = high = total(below * factor, host)
+            if above != below:
+                high = total(above * factor, host)
             times[0] = low, index, high
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:

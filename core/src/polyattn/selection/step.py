@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from polyattn.selection.pieces import Ints
+from polyattn.selection.pieces import Ints, ones
 from polyattn.spec.layer import LayerSpec
 
 
@@ -41,6 +41,8 @@ class Step:
 
     def each(self, group: int, high: int) -> Ints:
         """Return each row's tiles of a KV head."""
+        if self.most * group <= high:
+            return ones(len(self.lens))
         return (self.queries * group + (high - 1)) // high
 
     def tiles(
@@ -60,7 +62,7 @@ class Step:
     def _tile(self, group: int, high: int, block: int, from_first: bool) -> tuple[Ints, Ints, Ints]:
         lens, area = self.lens, group * block
         if self.seen is None and self.most * group <= high:
-            return np.ones_like(lens), np.arange(len(lens)), (lens + (block - 1)) // block
+            return ones(len(lens)), np.arange(len(lens)), (lens + (block - 1)) // block
         rows, last = self.queries * group, lens * group + (area - 1)
         each = (rows + (high - 1)) // high
         ends = each.cumsum()

@@ -18,6 +18,7 @@ from polyattn.selection.prediction import (
     Price,
     StepShape,
     Weighed,
+    dealt_decodes,
     kind_of_step,
     shape_of_decodes,
 )
@@ -69,6 +70,15 @@ class CallChoice(NamedTuple):
         """The price with the call's backend."""
         own = [weighed for weighed in self.candidates if weighed.name == self.name]
         return Predictor.prices(own, self.shape).get(self.name, UNKNOWN)
+
+    @property
+    def most(self) -> Price:
+        """At the most, the price with the call's backend."""
+        for weighed in self.candidates:
+            if weighed.name == self.name:
+                us = weighed.between(self.shape)[1]
+                return Price(us, us * weighed.factor, weighed.host_us(self.shape))
+        return UNKNOWN
 
     @property
     def prices(self) -> dict[str, float]:
@@ -123,6 +133,8 @@ class StepChoice:
         # How keys are dealt out in a captured step is another matter.
         dealt = [] if spec.graph_capture else among("dealt", phases["decode"])
         self._dealt = {weighed.name: weighed for weighed in dealt}
+        self._deals_near = self.predictor.deals["dealt"]
+        self._looks: dict[tuple[bool, ...], list[Weighed]] = {}  # by which candidates are near
         # A backend named for one phase keeps it: one call for all needs one that may serve both.
         mixing = [n for n, i in phases["prefill"].items() if _mixes(i) and n in phases["decode"]]
         self._mixing = among("mixed", mixing)
@@ -141,29 +153,27 @@ class StepChoice:
                 return self._within.decode(lens, longest)
         if not self._decodes_compete:
             return self.chosen["decode"]
+        lens = np.asarray(lens, np.int64)
         shape = shape_of_decodes(self.spec, lens, longest, self._deals)
-        first, *near = self._near(shape)
-        if not near:
-            return first
-        call = self._looked_at(self._decoding._replace(shape=shape), [first, *near], lens, longest)
-        return self.predictor.fastest(call.candidates, call.shape)
+        first, some, shape = self._looked_at(shape, lens)
+        return first or self.predictor.fastest(some, shape)
 
-    def _near(self, shape: StepShape) -> list[str]:
-        """Return the candidates of decodes whose predictions are near the least one's, which is first."""
+    def _looked_at(self, shape: StepShape, lens: Array) -> tuple[str, Sequence[Weighed], StepShape]:
+        """Return the fastest candidate of decodes, empty where others are near; all; and the shape.
+
+        The near ones then deal keys out, where their way is known.
+        """
         some = self._decoding.candidates
-        times = [(max(w.us(shape) * w.factor, w.host_us(shape)), i) for i, w in enumerate(some)]
-        times.sort()
-        most = NEAR * times[0][0] if self._dealt else 0.0
-        return [some[i].name for place, (us, i) in enumerate(times) if us <= most or not place]
-
-    def _looked_at(
-        self, call: CallChoice, near: Sequence[str], lens: Ints, longest: int | None = None
-    ) -> CallChoice:
-        """Return a call of decodes whose near candidates deal keys out, where their way is known."""
-        shape = shape_of_decodes(self.spec, lens, longest, self.predictor.deals["dealt"])
-        dealt = {name: self._dealt[name] for name in near if name in self._dealt}
-        some = [dealt.get(weighed.name, weighed) for weighed in call.candidates]
-        return call._replace(candidates=some, shape=shape)
+        times = [max(w.us(shape) * w.factor, w.host_us(shape)) for w in some]
+        least = min(times)
+        most = NEAR * least if self._dealt else least
+        near = tuple([us <= most for us in times])
+        if near.count(True) == 1 or not self._dealt:
+            return some[times.index(least)].name, some, shape
+        if near not in self._looks:
+            pairs = zip(some, near, strict=True)
+            self._looks[near] = [self._dealt.get(w.name, w) if n else w for w, n in pairs]
+        return "", self._looks[near], dealt_decodes(self.spec, shape, lens, self._deals_near)
 
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
@@ -180,11 +190,9 @@ class StepChoice:
             call = self._decoding._replace(shape=shape)
             if not self._decodes_compete:
                 return (call._replace(name=self.chosen["decode"]),)
-            first, *near = self._near(shape)
-            if near:
-                call = self._looked_at(call, [first, *near], n)
-                first = self.predictor.fastest(call.candidates, call.shape)
-            return (call._replace(name=first),)
+            first, some, shape = self._looked_at(shape, n)
+            first = first or self.predictor.fastest(some, shape)
+            return (call._replace(candidates=some, shape=shape, name=first),)
         call = self._call("prefill", kind, ALL, shape)
         return (call._replace(name=self._alone(call)),)
 
@@ -212,7 +220,9 @@ class StepChoice:
         if np.count_nonzero(q) < len(q):  # a row without tokens takes no time
             q, n = q[q > 0], n[q > 0]
         ones = q == 1
-        if not np.count_nonzero(ones):
+        more = np.flatnonzero(~ones)
+        ones = np.flatnonzero(ones)
+        if not len(ones):
             kind = kind_of_step(q, n)
             call = self._call("prefill", kind, ALL, self.predictor.shape(kind, q, n))
             return (call._replace(name=self._alone(call)),)
@@ -222,30 +232,30 @@ class StepChoice:
             # What two calls cost the host is known before their rows are looked at.
             if name := self.predictor.fastest(self._mixing, whole.shape, self._host_of_two):
                 return (whole._replace(name=name),)
-        more = ~ones
-        longer, behind = q[more], n[more]
+        longer, behind, lens = q[more], n[more], n[ones]
         kind, side = kind_of_step(longer, behind), self._side(behind)
         rest = side._call("prefill", kind, REST, side.predictor.shape(kind, longer, behind))
-        side = self._side(n[ones])
-        shape = shape_of_decodes(self.spec, n[ones], deals=side._deals)
-        decodes = side._call("decode", "decode", DECODES, shape)
-        if side._decodes_compete and len(near := side._near(shape)) > 1:
-            decodes = side._looked_at(decodes, near, n[ones])
-        firsts = self._undominated(decodes)
+        side = self._side(lens)
+        shape = shape_of_decodes(self.spec, lens, deals=side._deals)
+        some: Sequence[Weighed] = side._candidates["decode"]
+        if side._decodes_compete and side._dealt:
+            _, some, shape = side._looked_at(shape, lens)
+        decodes = CallChoice("decode", "decode", DECODES, shape, some)
+        floors = [[w.least(c.shape) for w in c.candidates] for c in (decodes, rest)]
         # An unmeasured time can't be compared.
         if not (self._mixing and self._knows(decodes) and self._knows(rest)):
-            return self._apart(decodes, rest, firsts)
-        least = min(
-            together(first, w.least(rest.shape), w.host_us(rest.shape))
-            for w in rest.candidates
-            for first in firsts.values()
-        )
-        name = self.predictor.fastest(self._mixing, whole.shape, least)
-        if not name:  # it takes more than a pair does at the least
-            decodes, rest = self._apart(decodes, rest, firsts)
-            us, _, host = rest.price
-            pair = together(decodes.price, us, host)
-            name = self.predictor.fastest(self._mixing, whole.shape, pair)
+            return self._apart(decodes, rest, floors)
+        fastest, mixing = self.predictor.fastest, self._mixing
+        least = _least_together(decodes, rest, floors)
+        name = fastest(mixing, whole.shape, least, deal=False)
+        if not name:  # it may take more than a pair does at the least
+            decodes, rest = self._apart(decodes, rest, floors)
+            bounds = [(w.between(whole.shape)[0], w) for w in mixing]
+            least = min([max(us * w.factor, w.host_us(whole.shape)) for us, w in bounds])
+            (first, _, of_first), (us, _, host) = decodes.most, rest.most
+            if least < together(Price(first, 0.0, of_first), us, host):
+                us, _, host = rest.price
+                name = fastest(mixing, whole.shape, together(decodes.price, us, host))
             if not name:
                 return decodes, rest
         return (whole._replace(name=name),)
@@ -277,41 +287,70 @@ class StepChoice:
             return self.predictor.fastest(call.candidates, call.shape)
         return self.chosen[call.phase]
 
-    def _undominated(self, decodes: CallChoice) -> dict[str, Price]:
+    def _undominated(self, decodes: CallChoice, floors: Sequence[float]) -> dict[str, Price]:
         """Return the prices of decodes that none beats on the device and the host alike.
 
         Without a time of the selection's own, that one stays.
         """
         if not self._knows(decodes):
             return {self.chosen["decode"]: UNKNOWN}
-        firsts, host = {}, math.inf
-        prices = self.predictor.prices(decodes.candidates, decodes.shape)
-        for name, price in sorted(prices.items(), key=lambda item: item[1].compared):
-            if price.host < host:
-                firsts[name], host = price, price.host
+        some, shape, prices = decodes.candidates, decodes.shape, dict[int, Price]()
+        for least, i in sorted([(floors[i] * w.factor, i) for i, w in enumerate(some)]):
+            weighed, host = some[i], some[i].host_us(shape)
+            if any(p.compared < least and p.host <= host for p in prices.values()):
+                continue  # its keys needn't be dealt out
+            least = weighed.between(shape)[0] * weighed.factor
+            if any(p.compared < least and p.host <= host for p in prices.values()):
+                continue
+            us = weighed.us(shape)
+            prices[i] = Price(us, us * weighed.factor, host)
+        firsts, most = {}, math.inf
+        for i in sorted(prices, key=lambda i: (prices[i].compared, i)):
+            if prices[i].host < most:
+                firsts[some[i].name], most = prices[i], prices[i].host
         return firsts
 
     def _apart(
-        self, decodes: CallChoice, rest: CallChoice, firsts: Mapping[str, Price]
+        self, decodes: CallChoice, rest: CallChoice, floors: Sequence[Sequence[float]]
     ) -> tuple[CallChoice, CallChoice]:
         """Give both calls of a step their backends; the selection's own stays if it has no time.
 
-        `firsts`: the decodes that compete.
+        `floors`: what each candidate's time exceeds, of both calls.
         """
+        firsts, of_rest = self._undominated(decodes, floors[0]), floors[1]
 
         def total(us: float, host: float) -> float:
             return min([together(first, us, host, True) for first in firsts.values()])
 
         name = self.chosen["prefill"]
         if self._knows(rest):
-            in_turn = sorted(rest.candidates, key=lambda w: w.least(rest.shape) * w.factor)
-            name = self.predictor.fastest(in_turn, rest.shape, total=total)
+            some = rest.candidates
+            order = sorted(range(len(some)), key=lambda i: of_rest[i] * some[i].factor)
+            in_turn, bounds = [some[i] for i in order], [of_rest[i] for i in order]
+            name = self.predictor.fastest(in_turn, rest.shape, total=total, floors=bounds)
         rest, (first, *others) = rest._replace(name=name), firsts
         if others:
             _, us, host = rest.price
             first = min(firsts, key=lambda name: together(firsts[name], us, host, True))
         decodes = decodes._replace(name=first)
         return decodes._replace(other=rest), rest._replace(other=decodes)
+
+
+def _least_together(
+    decodes: CallChoice, rest: CallChoice, floors: Sequence[Sequence[float]]
+) -> float:
+    """Return what a step of two calls takes at the least, whoever runs them."""
+    first, other = decodes.shape, rest.shape
+    prices = [
+        Price(us, us, w.host_us(first)) for us, w in zip(floors[0], decodes.candidates, strict=True)
+    ]
+    return min(
+        [
+            together(price, us, w.host_us(other))
+            for us, w in zip(floors[1], rest.candidates, strict=True)
+            for price in prices
+        ]
+    )
 
 
 def _mixes(info: BackendInfo) -> bool:

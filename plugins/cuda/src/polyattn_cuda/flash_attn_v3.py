@@ -85,6 +85,7 @@ class FlashAttention3(AttentionBackend):
         elif batch.lens_are_bounds:
             splits = 1
         into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
+        batch.lengths_at()  # which the first call would copy apart
         return Flash3Plan(batch, self.cache, splits, into)
 
     @quantized_after

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 import triton
-from polyattn.kernel import Batch, BatchError, CacheFormat, Device, Invariance, LayerSpec
+from polyattn.kernel import Batch, BatchError, CacheFormat, Device, Invariance, LayerSpec, Place
 
 from polyattn_triton.launch import Merge
 from polyattn_triton.plan import AttentionPlan
@@ -310,7 +310,11 @@ class AlikeAttention(PlannedAttention):
                 self._reserve(plan.rows, dealt.programs * heads, plan.beside)
         elif dealt.programs > least:
             raise BatchError("a sequence is longer than a captured step was planned for")
-        plan.work = plan.batch.upload(dealt.work(tiles), before)
+        work = dealt.work(tiles)
+        if before is None:
+            plan.place = plan.batch.later(work)
+        else:
+            plan.place = Place.of(plan.batch.upload(work, before))
         self._keep(plan)
 
     def portable_of(self, plan: AttentionPlan) -> AttentionPlan:

@@ -104,13 +104,13 @@ class TritonAttention(AlikeAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of rows that share keys, those once for all."""
-        if isinstance(reuse, AttentionPlan):
-            planner = self.windowless if reuse.windowless else self
-            return planner.refill(reuse, batch)
-        if isinstance(reuse, PrefixPlan):
+        if reuse is not None:
             planner = self._planner(reuse)
-            assert planner.prefixes is not None
-            return planner.prefixes.plan(batch, reuse)
+            if isinstance(reuse, AttentionPlan):
+                return planner.refill(reuse, batch)
+            if isinstance(reuse, PrefixPlan):
+                assert planner.prefixes is not None
+                return planner.prefixes.plan(batch, reuse)
         longest = self.all_seen
         if longest and batch.max_query_len <= longest >= batch.max_seq_len:
             plan = self.windowless.plan(batch)

@@ -9,12 +9,10 @@ host time: that is left out while nobody listens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import reduce
 from math import gcd
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -221,12 +219,29 @@ def _listening() -> bool:
 
 
 class Kept:
-    """Tensors that stay the same from launch to launch, with their addresses."""
+    """Tensors that stay the same from launch to launch, with their addresses.
 
-    def __init__(self, *tensors: Tensor):
-        self.tensors = tensors
-        self.pointers = [tensor.data_ptr() for tensor in tensors]
-        self.low = reduce(or_, self.pointers, 0)
+    `own` come first. `rest`: returns the others, of `addresses`, whose tensors a compiled kernel doesn't
+    need.
+    """
+
+    def __init__(
+        self,
+        own: tuple[Tensor, ...] = (),
+        addresses: Sequence[int] = (),
+        rest: Callable[[], tuple[Tensor, ...]] = tuple,
+    ):
+        self.own, self._rest = own, rest
+        self.pointers = [tensor.data_ptr() for tensor in own]
+        self.pointers += addresses
+        self.low = 0
+        for pointer in self.pointers:
+            self.low |= pointer
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.own, *self._rest()
 
 
 NONE = Kept()

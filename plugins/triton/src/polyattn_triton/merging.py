@@ -40,7 +40,7 @@ class Merger:
         merging, spec = plan.merging, self.spec
         assert merging is not None
         # The plan's own buffers: a later plan may have made the workspace grow.
-        parts, part_lse = plan.kept.tensors[:2]
+        parts, part_lse = plan.kept.own[:2]
         key = (
             plan.way,
             plan.rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polyattn.kernel import Batch, Plan
+from polyattn.kernel import Batch, Place, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import Config
@@ -30,6 +30,7 @@ class AttentionPlan(StepPlan):
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
+    `place`: where the work list lies, or will once the plan is made; None: there is none.
     `portable`: the plan for that one, once tensors needed it. `requests`: a class (`alike`), and which
     requests' tiles are planned; None: all. `others`: the launches of other classes. `lists`: of each tile
     of rows the key tiles that a mask shows (`tile_lists`). `long`: keys from which on a sequence's pieces
@@ -39,15 +40,16 @@ class AttentionPlan(StepPlan):
     """
 
     __slots__ = (
-        "at_once", "beside", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "long",
-        "merging", "others", "portable", "requests", "rows", "sent", "splits", "table", "variant", "way",
-        "widening", "work",
+        "_none", "at_once", "beside", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists",
+        "long", "merging", "others", "place", "portable", "requests", "rows", "sent", "splits", "table",
+        "variant", "way", "widening",
     )  # fmt: skip
 
-    def __init__(self, batch: Batch, work: Tensor):
-        super().__init__(batch)
+    def __init__(self, batch: Batch, none: Tensor):
+        self.batch, self.windowless = batch, False
         self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
-        self.work, self.table = work, (0, 0)
+        self._none, self.table = none, (0, 0)
+        self.place: Place | None = None
         self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)
         self.config: Config
@@ -63,6 +65,11 @@ class AttentionPlan(StepPlan):
         self.widening: Widening | None = None
         self.requests: tuple[int, Any] | None = None
         self.others: list[AttentionPlan] = []
+
+    @property
+    def work(self) -> Tensor:
+        """The work list on the device; without one no numbers."""
+        return self._none if self.place is None else self.place.tensor
 
 
 class Way(NamedTuple):

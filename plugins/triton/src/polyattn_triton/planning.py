@@ -94,6 +94,12 @@ def chip_of(places: int, heads: int, packed: bool) -> Chip:
     return Chip(places, heads, PLACES, wide=WIDE_PARTS) if packed else Chip(places, heads)
 
 
+def _alike(units: Ints, item: int) -> bool:
+    """Whether decodes' tiles are so long, `item` included, that even splits of all end together."""
+    mean = int(np.add.reduce(units)) / len(units) - item
+    return bool(units.item(units.argmax()) - item <= EVEN * mean + 1)
+
+
 class PlannedAttention(AttentionBackend):
     """Plans over tiles of (token, head of group) rows; keys are split where that helps."""
 
@@ -144,6 +150,7 @@ class PlannedAttention(AttentionBackend):
         self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+        self._nowhere = self._none.data_ptr()
 
     def plan_rows(
         self,
@@ -157,7 +164,7 @@ class PlannedAttention(AttentionBackend):
         `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel. `cut`: none
         of them, though it be the slower.
         """
-        chosen = self._over_chosen(batch)
+        chosen = self._over_chosen(batch) if self.spec.mask == "block_sparse" else None
         batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
         plan.chosen = chosen is not None
@@ -208,18 +215,29 @@ class PlannedAttention(AttentionBackend):
     def _keep(self, plan: AttentionPlan) -> None:
         """Collect the common arguments of a plan's launches, after planning."""
         batch, table = plan.batch, plan.batch.block_table
-        space, none, starts = self.spaces[plan.beside], self._none, batch.query_start_loc
-        table = table if table is not None else none
+        space, place, (starts, lens) = self.spaces[plan.beside], plan.place, batch.lengths_at()
+        table = table if table is not None else self._none
+        work = self._nowhere if place is None else place.address
         if plan.way in ("prefill", "pieces"):
-            keys = self._key_starts(batch) if plan.fresh else none
-            if plan.widening is not None:
-                keys = plan.widening.origins
+            keys: Tensor | None = self._none if plan.widening is None else plan.widening.origins
+            if plan.fresh and plan.widening is None:
+                keys = self._key_starts(batch)
+            at = starts if keys is None else keys.data_ptr()
             plan.kept = Kept(
-                space.parts, space.part_lse, table, batch.seq_lens, starts, keys, plan.work
+                (space.parts, space.part_lse, table),
+                (lens, starts, at, work),
+                lambda: (
+                    batch.seq_lens,
+                    batch.query_start_loc,
+                    batch.query_start_loc if keys is None else keys,
+                    plan.work,
+                ),
             )
         else:
             plan.kept = Kept(
-                space.parts, space.part_lse, space.done, table, batch.seq_lens, starts, plan.work
+                (space.parts, space.part_lse, space.done, table),
+                (lens, starts, work),
+                lambda: (batch.seq_lens, batch.query_start_loc, plan.work),
             )
         config = plan.config
         plan.variant = (
@@ -238,7 +256,7 @@ class PlannedAttention(AttentionBackend):
         """
         spec = self.spec
         placed = spec.variant or spec.alibi or spec.rope or spec.sliding_window or spec.chunk_size
-        if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
+        if placed or spec.length_bounds or self.cache is None:
             return None
         if not batch.all_decode:
             return None
@@ -289,16 +307,15 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        item, units = self.decode_rates.item, self._decode_units(plan, batch)
-        longest, mean = int(units.max()), int(np.add.reduce(units)) / batch.num_seqs - item
-        if not spec.graph_capture and longest - item <= EVEN * mean + 1:
+        item, count, eager = self.decode_rates.item, batch.num_seqs, not spec.graph_capture
+        units = None if eager and count == 1 else self._decode_units(plan, batch)
+        if eager and (units is None or _alike(units, item)):
             splits = self.splits(batch)
-            programs = batch.num_seqs * spec.num_kv_heads * splits
-            if not leaves_tail(programs, self.places):
+            if not leaves_tail(count * spec.num_kv_heads * splits, self.places):
                 self._plan_even(plan, splits)
                 return
-        plan.way = "listed"
-        self._deal(plan, Line.of_units(units, longest), None)
+        plan.way, units = "listed", self._decode_units(plan, batch) if units is None else units
+        self._deal(plan, Line.of_units(units, units.item(units.argmax())), None)
 
     def _decode_units(self, plan: AttentionPlan, batch: Batch) -> Ints:
         """Return how long the tiles of a step's decodes are."""
@@ -431,8 +448,9 @@ class PlannedAttention(AttentionBackend):
     def _one_each(self, plan: AttentionPlan, tiles: Tiles, order: Ints) -> None:
         """Give each tile a program of its own, in this order."""
         plan.way, plan.grid = "prefill", (len(order), self.spec.num_kv_heads, 1)
-        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-        plan.work = plan.batch.upload(work)
+        work = np.empty((2, len(order)), np.int32)
+        work[0], work[1] = tiles.seq[order], tiles.row[order]
+        plan.place = plan.batch.later(work.ravel())
 
     def _tiles(self, plan: AttentionPlan, most: bool = False) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees.
@@ -443,16 +461,11 @@ class PlannedAttention(AttentionBackend):
         queries, lens = batch.host_query_lens, batch.host_lens
         some = queries if plan.requests is None else np.where(plan.requests[1], queries, 0)
         seq, row = rows_of(some, group, config.block_m)
-        context = (lens - queries)[seq]
-        last = np.minimum(row + config.block_m, queries[seq] * group) - 1
+        context, keys = (lens - queries)[seq], lens[seq]
+        last = np.minimum(row + (config.block_m - 1), (queries * group - 1)[seq])
         count = most_key_tiles if most or self.spec.length_bounds else key_tiles
-        keys = count(
-            self.spec_of(batch),
-            context + row // group,
-            context + last // group,
-            lens[seq],
-            config.block_n,
-        )
+        first = context + row // group
+        keys = count(self.spec_of(batch), first, context + last // group, keys, config.block_n)
         return Tiles(seq, row, keys)
 
     def _resident(self, plan: AttentionPlan) -> int:
@@ -495,7 +508,7 @@ class PlannedAttention(AttentionBackend):
             cut = (programs, programs) if captured else (count, dealt.parts)
             plan.merging = Merge(programs, *cut)
         work = dealt.work(tiles)
-        plan.work = plan.batch.upload(work, None, len(work) + 3 * max(0, room - count))
+        plan.place = plan.batch.later(work, len(work) + 3 * max(0, room - count))
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.places))
 
     def _reserve(self, rows: int, programs: int, beside: int = 0) -> None:
@@ -503,8 +516,8 @@ class PlannedAttention(AttentionBackend):
         space = self.spaces[beside]
         space.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
 
-    def _key_starts(self, batch: Batch) -> Tensor:
-        """Return where sequences' own keys start, on the device."""
+    def _key_starts(self, batch: Batch) -> Tensor | None:
+        """Return where sequences' own keys start, on the device; None: where their queries do."""
         if batch.block_table is not None or (batch.keys_packed and batch.lens == batch.query_lens):
-            return batch.query_start_loc
+            return None
         return upload(np.array(batch.key_starts, np.int32), self.torch_device)

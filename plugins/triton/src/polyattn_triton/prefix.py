@@ -126,8 +126,8 @@ class PrefixLauncher:
         plan.table = (table.stride(0), table.shape[1] - 1)
         space = self.workspace
         space.reserve(work.part_rows * spec.num_kv_heads, spec.v_head_size, 0)
-        plan.kept = Kept(space.parts, space.part_lse, table, plan.work)
-        plan.merging = Kept(space.parts, space.part_lse, plan.work)
+        plan.kept = Kept((space.parts, space.part_lse, table, plan.work))
+        plan.merging = Kept((space.parts, space.part_lse, plan.work))
         return plan
 
     def programs(self, config: PrefixConfig) -> int:

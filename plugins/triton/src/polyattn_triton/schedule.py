@@ -365,18 +365,20 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     and more than stretches, merged.
     """
     count = len(keys)
-    mean = (int(keys.sum()) + rates.item * count) / slots
+    mean = (int(np.add.reduce(keys)) + rates.item * count) / slots
     share = max(math.ceil(mean), rates.item + rates.least)
     most = max(EVEN * mean + 1, share + rates.merge)
-    if int(keys.max()) + rates.item > most:
+    if keys.item(keys.argmax()) + rates.item > most:
         return None
-    order = np.argsort(-keys, kind="stable")
+    order = (-keys).argsort(kind="stable")
     rounds = -(-count // slots)
+    if rounds == 1:
+        return order
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item
     rows = dealt.reshape(rounds, slots)
     rows[1::2] = rows[1::2, ::-1]  # there and back: no program gets the longest of each round
-    return order if int(rows.sum(0).max()) <= most else None
+    return order if int(np.add.reduce(rows).max()) <= most else None
 
 
 def fullest(costs: Ints, heads: int, at_once: int, programs: int) -> int:
@@ -430,8 +432,8 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
 def _tiles_before(spec: LayerSpec, last: Ints, lens: Ints, block: int) -> Ints:
     """Return the tiles of all keys that no causality hides; 0 where all queries are before the first."""
     high = np.minimum(lens, last + 1) if spec.causal else lens
-    tiles: Ints = np.maximum((high + (block - 1)) // block, 0)
-    return tiles
+    tiles: Ints = (high + (block - 1)) // block
+    return np.maximum(tiles, 0, out=tiles)
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
@@ -456,8 +458,8 @@ def rows_of(query_lens: Ints, group: int, height: int) -> tuple[Ints, Ints]:
 
     A sequence without queries has none.
     """
-    counts = -(-query_lens * group // height)
-    seq = np.repeat(_upto(len(query_lens)), counts)
-    ends = counts.cumsum()
-    row: Ints = (np.arange(len(seq)) - np.repeat(ends - counts, counts)) * height
+    counts = (query_lens * group + (height - 1)) // height
+    seq = _upto(len(query_lens)).repeat(counts)
+    row: Ints = np.arange(len(seq)) - (counts.cumsum() - counts)[seq]
+    row *= height
     return seq, row

@@ -139,7 +139,8 @@ class Chooser:
         if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            return [("decode", self.decode(batch).info, Part(batch, None))]
+            name = by_time.decode(batch.host_lens, batch.max_seq_len)
+            return [("decode", self.phases["decode"][name].info, Part(batch, None))]
         calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:
@@ -225,7 +226,7 @@ def _shapes(tokens: int, heads: int, kv_heads: int, size: int, v_size: int) -> t
 class AttentionStep(StepPlan):
     """What a step does, `before` its calls first, and the shapes that its layers are held to."""
 
-    def __init__(self, planner: Planner, batch: Batch, before: Store, calls: tuple[Call, ...]):
+    def __init__(self, planner: Planner, batch: Batch, before: Store, calls: Sequence[Call]):
         self.before, self.whole = before, all(call.rows is None for call in calls)
         group, spec, tokens = planner.group, planner.spec, batch.num_tokens
         ops: tuple[Op, ...] = (before, *calls)
@@ -396,14 +397,16 @@ class Planner(StepPlanner):
             if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
                 others = [(dense(self.spec), prompts)]
         form, backends = self.group.cache_format, self.chooser.phases
-        calls = tuple(
-            (phase == "decode" and self.sharing.call(part.batch, part.rows))
-            or planned_call(form, phase, info.name, backends[phase][info.name].backend, part)
-            for phase, info, part in assigned
-        )
+        calls: list[Call] = []
+        for phase, info, part in assigned:
+            call = self.sharing.call(part.batch, part.rows) if phase == "decode" else None
+            if call is None:
+                backend = backends[phase][info.name].backend
+                call = planned_call(form, phase, info.name, backend, part)
+            calls.append(call)
         if read_back:
             self.sharing.learn(any(call.saved_bytes for call in calls))
-        calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
+        calls += [self._of_another(spec, part) for spec, part in others]
         rotation = key_rotation = None
         if self.spec.rope is not None:
             rotation = rotation_of(self.spec, batch)

@@ -135,8 +135,9 @@ class Sharing:
         table in which too little was shared, some steps' tables stay unread: 1, then 2, 4 and so on. A
         caller rules it out by a `shared_prefix`, be it empty, or by having torch raise where it waits.
         """
-        told = step.shared_prefix is not None or step.host_block_table is not None
-        if told or step.lens_are_bounds or step.num_seqs < 2:
+        if len(step.starts) < 3 or step.lens_are_bounds or step.shared_prefix is not None:
+            return False
+        if step.host_block_table is not None:
             return False
         table, device = step.block_table, self.group.device
         cost_us = READ_BACK_US.get(device.platform)
@@ -172,7 +173,7 @@ class Sharing:
 
         A capture with a `shared_prefix`, even an empty one, allows steps to share.
         """
-        if self.reason or not (batch.all_decode or self.appends):
+        if self.reason or len(batch.starts) < 3 or not (batch.all_decode or self.appends):
             return None
         captures = bool(self.group.spec.graph_capture)
         if batch.shared_prefix is None:

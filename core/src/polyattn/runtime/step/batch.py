@@ -18,20 +18,20 @@ from polyattn.runtime.step.integers import (
     integers,
     on_host,
     one_each,
-    page_locked,
     upload,
 )
+from polyattn.runtime.step.parts import fill_part
 from polyattn.runtime.step.shared_prefix import (
     Levels,
     check_forest,
     check_shared,
     may_share,
-    restricted,
     shared_prefixes,
 )
 from polyattn.runtime.step.staging import Staging
 from polyattn.runtime.step.step_mask import StepMask, step_inputs
 from polyattn.runtime.step.tensor_checks import check_tensors, device_of
+from polyattn.runtime.step.uploads import Place, outgoing
 from polyattn.selection.pieces import largest
 
 Ints = Sequence[int] | Tensor
@@ -105,6 +105,8 @@ class Batch:
     """The block size that `from_lens` got and `slot_mapping` uses: the cache must have the same."""
     staging: Staging | None = None
     """In a captured step: what takes its plans' numbers to the device, if they wait there for others."""
+    _places: tuple[Place, Place] | None = None
+    """Where an accelerator has `query_start_loc` and `seq_lens`, or will have them."""
     _covers_queries = False
 
     def __init__(
@@ -131,7 +133,8 @@ class Batch:
         counts = on_host(self.starts, self.lens)
         self.host_starts, self.host_lens, self.host_query_lens = counts[:3]
         self.max_query_len, self.max_seq_len = counts[3:]
-        self.num_tokens = self.starts[-1]
+        self.num_tokens, self.num_seqs = self.starts[-1], len(self.lens)
+        self.all_decode = self.max_query_len == 1 and self.num_tokens == self.num_seqs
         self.device = device_of(device, block_table, slot_mapping, state_slots, positions)
         if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
             slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
@@ -340,42 +343,46 @@ class Batch:
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return self._uploaded("query_start_loc", self.host_starts)
+        return self._uploaded(0, self.host_starts)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return self._uploaded("seq_lens", self.host_lens)
+        return self._uploaded(1, self.host_lens)
 
-    def _uploaded(self, name: str, numbers: Integers) -> Tensor:
-        """Return one of both tensors of lengths; an accelerator gets both in one copy, if it has none."""
-        if not self._lacks_lengths:
-            return upload(numbers.astype(np.int32), self.device)
-        self._upload_lengths()
-        tensor: Tensor = vars(self)[name]
-        return tensor
+    def lengths_at(self) -> tuple[int, int]:
+        """Return where `query_start_loc` and `seq_lens` lie on the device, or will once a plan is made.
 
-    @property
-    def _lacks_lengths(self) -> bool:
-        """Whether an accelerator has neither tensor of lengths yet."""
+        They go there with what else the plan sends.
+
+        Returns:
+            Both addresses.
+
+        """
         known = vars(self)
-        there = "query_start_loc" in known or "seq_lens" in known
-        return self.device.type != "cpu" and not there
+        starts, lens = known.get("query_start_loc"), known.get("seq_lens")
+        if self.device.type == "cpu":
+            starts, lens = self.query_start_loc, self.seq_lens
+        if starts is not None and lens is not None:
+            return starts.data_ptr(), lens.data_ptr()
+        places = self._lengths()
+        return (
+            places[0].address if starts is None else starts.data_ptr(),
+            places[1].address if lens is None else lens.data_ptr(),
+        )
 
-    def _upload_lengths(self, more: Any = ()) -> Tensor:
-        """Copy both tensors of lengths to the device, and `more` numbers, which are returned there."""
-        starts, lens = self.host_starts, self.host_lens
-        count = len(starts)
-        # Kernels are compiled for addresses of 16 bytes.
-        first = -(-count // 4) * 4
-        second = first + -(-len(lens) // 4) * 4
-        host = page_locked(second + len(more), self.device)
-        numbers = host.numpy()
-        numbers[:count], numbers[first : first + len(lens)] = starts, lens
-        numbers[second:] = more
-        there = upload(host, self.device)
-        self.query_start_loc, self.seq_lens = there[:count], there[first : first + len(lens)]
-        return there[second:] if len(more) else there
+    def _uploaded(self, at: int, numbers: Integers) -> Tensor:
+        """Return `query_start_loc` (0) or `seq_lens` (1); an accelerator gets both in one copy."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(numbers.astype(np.int32))
+        return self._lengths()[at].tensor
+
+    def _lengths(self) -> tuple[Place, Place]:
+        """Return where an accelerator has both tensors of lengths, once they are sent."""
+        if self._places is None:
+            starts, lens = outgoing.put(self.device, self.host_starts, self.host_lens)
+            self._places = starts, lens
+        return self._places
 
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
@@ -477,37 +484,7 @@ class Batch:
         chosen = whole[seqs] if isinstance(seqs, slice) else seqs
         if isinstance(chosen, range) and chosen == whole:
             return self
-        queries = self.query_lens
-        batch = object.__new__(Batch)
-        batch.starts = [0, *accumulate(queries[i] for i in chosen)]
-        batch.lens = [self.lens[i] for i in chosen]
-        batch.num_tokens = batch.starts[-1]
-        batch.device, batch.slot_mapping, batch.positions = self.device, None, None
-        batch.mask, batch.inputs = self.mask, self.inputs
-        batch.shared_prefix = None
-        if self.shared_prefix is not None:
-            batch.shared_prefix = restricted(self.shared_prefix, chosen)
-        batch.seq_ids = [self.seq_ids[i] for i in chosen]
-        batch.step_query_lens = self.step_query_lens
-        batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
-        batch.staging = self.staging
-        index: Any = seqs
-        if not isinstance(seqs, slice):
-            index = torch.tensor(seqs, dtype=torch.int64, device=self.device)  # none, too
-        batch.block_table = None if self.block_table is None else self.block_table[index]
-        batch.state_slots = None if self.state_slots is None else self.state_slots[index]
-        batch.state_targets = None if self.state_targets is None else self.state_targets[index]
-        if "seq_lens" in self.__dict__:
-            batch.seq_lens = self.seq_lens[index]
-        if "host_block_table" in self.__dict__ and self.host_block_table is not None:
-            batch.host_block_table = self.host_block_table[seqs]
-        if "key_starts" in self.__dict__ or self.first_positions is not None:
-            batch.key_starts = [self.key_starts[i] for i in chosen]
-        if self.first_positions is not None:
-            batch.first_positions = [self.first_positions[i] for i in chosen]
-        if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
-            batch.query_start_loc = self.query_start_loc[: len(batch.starts)]
-        return batch
+        return fill_part(self, object.__new__(Batch), seqs)  # type: ignore[no-any-return]
 
     def copy(self) -> Batch:
         """Return the same batch, without the plans that layers made of it."""
@@ -518,7 +495,7 @@ class Batch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a pickle's state, without what holds kernels' own memory: plans, and their staging."""
-        own = "plans", "staging"
+        own = "plans", "staging", "_places"
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def upload(
@@ -539,15 +516,35 @@ class Batch:
             into = self.staging.room(max(room, len(numbers)))
         elif into is None and room > len(numbers):
             into = torch.zeros(room, dtype=torch.int32, device=self.device)
-        if into is None and self._lacks_lengths:
-            return self._upload_lengths(numbers)
         if into is None:
-            return upload(numbers, self.device)
+            return self.later(numbers).tensor
         if self.staging is not None:
             self.staging.put(into, numbers)
         else:
             upload(numbers, self.device, into[: len(numbers)])
         return into
+
+    def later(self, numbers: np.ndarray[Any, Any], room: int = 0) -> Place:
+        """Copy a plan's numbers as `upload`, but with what else the plan has, once it is made.
+
+        Args:
+            numbers: int32 (n,).
+            room: as in `upload`.
+
+        Returns:
+            The place, whose address is known, and whose tensor is sent when it is asked for.
+
+        """
+        if self.staging is not None or room > len(numbers):
+            return Place.of(self.upload(numbers, None, room))
+        if self.device.type == "cpu":
+            return Place.of(torch.from_numpy(numbers))
+        known = vars(self)
+        if self._places or "query_start_loc" in known or "seq_lens" in known:
+            return outgoing.put(self.device, numbers)[0]
+        starts, lens, place = outgoing.put(self.device, self.host_starts, self.host_lens, numbers)
+        self._places = starts, lens
+        return place
 
     def measured(self) -> Batch:
         """Return the same batch by the lengths that its device holds now, copied to the host."""

@@ -214,10 +214,8 @@ def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
 
 def may_share(block_table: NDArray[np.int32]) -> bool:
     """Return whether two rows begin with one block: the only cost of the common case, no sharing."""
-    if len(block_table) < 2 or not block_table.shape[1]:
-        return False
-    ordered = np.sort(block_table[:, 0])
-    return bool((ordered[1:] == ordered[:-1]).any())
+    rows, columns = block_table.shape
+    return bool(rows > 1 and columns and len(set(block_table[:, 0].tolist())) < rows)
 
 
 def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> int:

@@ -144,15 +144,17 @@ class HopperPrefill:
         A divisor of their number; tiles of one head read the same keys. More where the last heads'
         longest tiles would end late: `costs` are those of a head, in key tiles, in their order.
         """
-        room = max(1, self.cached // max(1, sum(lens) * self.token_bytes))
-        divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-        fitting = max(n for n in divisors if n <= room)
-        mean = int(costs.sum()) * self.heads / self.programs
-        for n in divisors[divisors.index(fitting) : -1]:
-            before = mean * (1 - n / self.heads)  # when the last heads begin at the latest
+        room, heads = max(1, self.cached // max(1, sum(lens) * self.token_bytes)), self.heads
+        if room >= heads:
+            return heads
+        fitting = [n for n in range(1, heads) if heads % n == 0]
+        some = max(n for n in fitting if n <= room)
+        mean = int(costs.sum()) * heads / self.programs
+        for n in fitting[fitting.index(some) :]:
+            before = mean * (1 - n / heads)  # when the last heads begin at the latest
             if before + int(costs[0]) <= EVEN * mean:
                 return n
-            if fullest(costs, self.heads, n, self.programs) <= EVEN * mean + 1:
+            if fullest(costs, heads, n, self.programs) <= EVEN * mean + 1:
                 return n
         return self.heads
 
