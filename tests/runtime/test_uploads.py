@@ -13,7 +13,7 @@ import torch
 from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.runtime.step import uploads
-from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload, outgoing
+from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload, new_upload, outgoing
 
 LATER = torch.device("meta")  # which stands for an accelerator
 
@@ -211,6 +211,20 @@ def test_what_has_no_room_goes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     work = batch.upload(np.arange(4 * PLACES, dtype=np.int32))
     assert batch.seq_lens.tolist() == [2] * rows and batch.query_start_loc.tolist() == batch.starts
     assert work.tolist() == list(range(4 * PLACES)) and len(taken) == 2
+
+
+@pytest.mark.parametrize("size", [3, PLACES + 1])
+def test_memory_of_inference_mode_serves_outside_of_it(size: int, device: Late) -> None:
+    """Torch refuses writes, outside of that mode, to what was allocated in it."""
+    make, where = (device.new, LATER) if size <= PLACES else (new_upload, torch.device("cpu"))
+    with torch.inference_mode():
+        made = [make(where, size) for _ in range(2)]
+    made.append(make(where, size))
+    for upload in made:
+        place = upload.put(np.arange(size, dtype=np.int32))
+        upload.send()
+        device.run()
+        assert place is not None and place.tensor[2] == 2
 
 
 def test_a_pickled_batch_has_no_memory_on_its_way(device: Late) -> None:

@@ -132,8 +132,7 @@ class Pool:
     def take(self) -> Upload:
         """Return an upload of `PLACES` numbers."""
         if not self._there:
-            shape = TOGETHER * PLACES
-            many = torch.empty(shape, dtype=torch.int32, device=self.device).split(PLACES)
+            many = _on_device(TOGETHER * PLACES, self.device).split(PLACES)
             self._there = [(each, each.data_ptr()) for each in many]
         if not self._sheets:
             self._sheets = self._free()
@@ -193,8 +192,13 @@ def new_upload(device: torch.device, size: int) -> Upload:
         if pool is None:
             pool = _pools.by_stream[key] = Pool(*key)
         return pool.take()
-    there, host = torch.empty(size, dtype=torch.int32, device=device), page_locked(size, device)
+    there, host = _on_device(size, device), page_locked(size, device)
     return Upload(there, there.data_ptr(), Sheet(host, host.numpy()))
+
+
+def _on_device(size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # else no later plan, outside of that mode, may write to it
+        return torch.empty(size, dtype=torch.int32, device=device)
 
 
 class Outgoing(threading.local):
