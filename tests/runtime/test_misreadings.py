@@ -75,7 +75,7 @@ BATCHES = [
     refused(BatchError, "must be int32, on the host", shared_prefixes, np.zeros((2, 3)), [9, 9], 1),
     refused(BatchError, "block_size=1.5 must be", shared_prefixes, TABLE.numpy(), [9, 9], 1.5),
     refused(BatchError, "lens=[-1, 9] must be", shared_prefixes, TABLE.numpy(), [-1, 9], 1),
-    refused(BatchError, "lens=[1.5, 9] must be", shared_prefixes, TABLE.numpy(), [1.5, 9], 1),
+    refused(BatchError, "lens[0]=1.5 must be", shared_prefixes, TABLE.numpy(), [1.5, 9], 1),
     refused(BatchError, "StepSize.state_targets='no' must be", StepSize, 1, state_targets="no"),
     refused(BatchError, "groups=[3] must be a list of LayerGroup", StepGraphs, [3], print, [1], 9),
     refused(BatchError, "shared_prefix='no' must be", StepGraphs, [], print, [1], 9,
