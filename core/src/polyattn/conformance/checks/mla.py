@@ -49,7 +49,13 @@ def latent_isolation(case: Case, harness: Harness) -> None:
     batch = inputs.batch
     before = inputs.check().clone()
     assert batch.block_table is not None
-    victim = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i] > 0, batch.lens[i]))
+    choice = inputs.choice  # some tokens have no id
+
+    def reads(sequence: int) -> bool:
+        own = slice(batch.starts[sequence], batch.starts[sequence + 1])
+        return own.stop > own.start and (choice is None or bool((choice[own] >= 0).any()))
+
+    victim = max(range(batch.num_seqs), key=lambda i: (reads(i), batch.lens[i]))
     rows = slice(batch.starts[victim], batch.starts[victim + 1])
     used = -(-batch.lens[victim] // inputs.cache.block_size)
     blocks = batch.block_table[victim, :used].long()
