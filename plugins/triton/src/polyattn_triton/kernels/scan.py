@@ -329,6 +329,8 @@ def gated_kernel(
         at = first + rows
         ok = at < stop
         row = (start + at).to(tl.int64)
+        if PART != "left":
+            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
         x = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
         wide = x.to(tl.float32)
@@ -346,7 +348,6 @@ def gated_kernel(
             until, whole = rest_until, rest_whole
         v = wide.to(kind)
         if PART != "left":
-            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
             y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
             y = tl.dot(s.to(kind), v, y, input_precision="ieee") * scale
