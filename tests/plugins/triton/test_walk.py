@@ -59,6 +59,7 @@ def test_pieces_fill_the_multiprocessors_once(monkeypatch: pytest.MonkeyPatch) -
         ("kda", 128, "chunk_kernel", 96),
         ("rwkv7", 64, "chunk_kernel", 0),
         ("gdn", 128, "delta_kernel", 192),
+        ("linear", 128, "gated_kernel", 128),
     ],
 )
 def test_pieces_compile_and_hardly_spill(kind: str, size: int, kernel: str, most: int) -> None:
@@ -66,7 +67,7 @@ def test_pieces_compile_and_hardly_spill(kind: str, size: int, kernel: str, most
     from ahead import launches
     from machine_code import usage
 
-    form = RecurrentSpec(qk_norm=kind != "rwkv7")
+    form = RecurrentSpec(qk_norm=kind in ("gdn", "kda"))
     spec = LayerSpec(kind=kind, num_heads=4, head_size=size, recurrent=form)
     made = launches(spec, "sm_90", [(4000, 4000)], "TRITON_SCAN")
     parts = {one.constants[-1]: one for one in made if one.name == kernel}

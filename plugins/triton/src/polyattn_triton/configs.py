@@ -308,10 +308,10 @@ class WalkConfig:
 
 WALKS: dict[AttentionKind, WalkConfig] = {
     AttentionKind.MAMBA2: WalkConfig(1.56, 0.73, 0.28, 0.38),
-    AttentionKind.LINEAR: WalkConfig(1.35, 0.48, 0.34, 0.42),
+    AttentionKind.LINEAR: WalkConfig(1.36, 0.44, 0.56, 2.44),
     AttentionKind.GDN: WalkConfig(1.7, 0.85, 1.56, 0.9),
     AttentionKind.KDA: WalkConfig(1.25, 0.67, 2.49, 0.38),
-    AttentionKind.RWKV7: WalkConfig(0.76, 0.52, 1.42, 2.18),
+    AttentionKind.RWKV7: WalkConfig(1.22, 0.73, 2.98, 4.77),
 }
 """Fitted to an H200."""
 FEW_TOKENS = {AttentionKind.GDN: ScanConfig(64, 16, 4, 1)}

@@ -318,10 +318,19 @@ def gated_kernel(
     past = rows[:, None] >= rows[None, :]
     kind: tl.constexpr = K.dtype.element_ty  # float32 where B and C are
     EXACT: tl.constexpr = MAMBA and V.dtype.element_ty == tl.float32  # equal rates need it never
+    if not MAMBA:  # equal rates: whole chunks decay alike
+        since, between, until, whole = chunk_decays(
+            tl.zeros([CHUNK], tl.float32) + rate, past, rows, 0, CHUNK, CHUNK, EXACT
+        )
+        rest = (stop - begin - 1) % CHUNK + 1
+        g = tl.where(rows < rest, rate, 0.0)
+        _, _, rest_until, rest_whole = chunk_decays(g, past, rows, 0, rest, CHUNK, EXACT)
     for first in range(begin, stop, CHUNK):
         at = first + rows
         ok = at < stop
         row = (start + at).to(tl.int64)
+        if PART != "left":
+            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
         k = load_tile(K + row * k_t + group * k_g, kk, ok, KS)
         x = load_tile(V + row * v_t + head * v_h, vv, ok, VS)
         wide = x.to(tl.float32)
@@ -334,12 +343,11 @@ def gated_kernel(
             dt = tl.where(ok, dt, 0.0)
             g = dt * rate
             wide *= dt[:, None]
-        else:
-            g = tl.where(ok, rate, 0.0)
+            since, between, until, whole = chunk_decays(g, past, at, first, stop, CHUNK, EXACT)
+        elif first + CHUNK > stop:
+            until, whole = rest_until, rest_whole
         v = wide.to(kind)
-        since, between, until, whole = chunk_decays(g, past, at, first, stop, CHUNK, EXACT)
         if PART != "left":
-            q = load_tile(Q + row * q_t + group * q_g, kk, ok, KS)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * between
             y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * since[:, None]
             y = tl.dot(s.to(kind), v, y, input_precision="ieee") * scale
