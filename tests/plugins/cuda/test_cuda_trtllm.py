@@ -55,6 +55,11 @@ def test_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call["bmm1_scale"] == 64**-0.5
     assert call["kv_layout"] == "NHD" and call["seq_lens"].tolist() == [17, 0]
     assert (out[0] == 3).all() and (out[1] == 0).all()  # a row without keys is zero
+    some = Batch.from_lens([1, 0, 1], [17, 3, 20], torch.cat([TABLE, TABLE[:1]]), 16)
+    backend.run(backend.plan(some), frame)
+    call = calls[1]
+    assert call["seq_lens"].tolist() == [17, 20]  # a token's by its place
+    assert call["block_tables"].tolist() == [[3, 1], [3, 1]]
 
 
 def test_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:

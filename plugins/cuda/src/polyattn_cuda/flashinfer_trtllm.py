@@ -39,13 +39,15 @@ SEMAPHORE_BYTES = 8 << 20
 
 
 class TrtllmPlan(Plan):
-    """Which tokens see no key."""
+    """Which sequences have a token, for the kernels know a token's by its place; which see no key."""
 
-    __slots__ = ("empty",)
+    __slots__ = ("empty", "rows")
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
-        self.empty = empty_rows(batch)
+        self.empty, self.rows = empty_rows(batch), batch
+        if batch.num_tokens < batch.num_seqs:
+            self.rows = batch.part([i for i, count in enumerate(batch.query_lens) if count])
 
 
 class FlashInferTrtllm(AttentionBackend):
@@ -76,7 +78,7 @@ class FlashInferTrtllm(AttentionBackend):
     def run(self, plan: Plan, frame: Frame) -> None:
         assert isinstance(plan, TrtllmPlan) and frame.cache is not None and frame.lse is None
         attend = self._general if self.by_xqa else self._chosen
-        attend(plan.batch, frame.query.contiguous(), frame.cache, frame.params, frame.out)
+        attend(plan.rows, frame.query.contiguous(), frame.cache, frame.params, frame.out)
         blank(plan.empty, frame.out, frame.lse)
 
     def _chosen(
