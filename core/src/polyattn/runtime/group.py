@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,9 +55,7 @@ UNKNOWN = 1 << 32
 NOWHERE_ELSE = nullcontext()
 _numbers = itertools.count(1)
 _plans: dict[int, weakref.ref[StepPlan]] = {}
-"""By their handles. Those that are gone leave when `REMEMBERED` new handles are made."""
-_handles: list[tuple[Tensor, int]] = []
-REMEMBERED = 4
+"""By their handles' numbers. A plan that goes takes its place along, by C code alone."""
 
 
 class StepPlanner(ABC):
@@ -134,7 +132,9 @@ class StepPlan:
         # A captured step's plan is refilled with other steps than its batch says.
         refilled = group.spec.graph_capture or group.spec.length_bounds
         self._num_blocks = UNKNOWN if on_host and not refilled else 0
-        self.handle = _handle(self)
+        number = next(_numbers)
+        _plans[number] = weakref.ref(self, partial(_plans.pop, number))
+        self.handle = torch.from_numpy(np.array(number))  # a quarter of what torch.tensor takes
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -193,19 +193,6 @@ class StepPlan:
 
 def _planned(group: LayerGroup, batch: Batch) -> StepPlan:
     return group.plan(batch)
-
-
-def _handle(plan: StepPlan) -> Tensor:
-    """Return a new handle of a plan."""
-    if not _handles:
-        for other in [n for n, known in list(_plans.items()) if known() is None]:
-            _plans.pop(other, None)
-        first = REMEMBERED * next(_numbers)
-        numbers = np.arange(first, first + REMEMBERED)
-        _handles.extend(zip(torch.from_numpy(numbers).unbind(), numbers.tolist(), strict=True))
-    handle, number = _handles.pop()
-    _plans[number] = weakref.ref(plan)
-    return handle
 
 
 def plan_of(handle: Tensor) -> StepPlan | None:
