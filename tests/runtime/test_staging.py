@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 from polyattn import Attention, Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.families.attention.sharing import Sharing
@@ -20,12 +19,11 @@ CPU = torch.device("cpu")
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 
 
-class Device:
-    """A device that runs what it is given when the test says so, in order."""
+class Device(LateDevice):
+    """To which numbers go in one launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.queue: list[Callable[[], Any]] = []
-        self.ended = self.given = 0
+        super().__init__()
         together, device = torch._foreach_copy_, self
 
         def late(goals: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -33,30 +31,6 @@ class Device:
 
         monkeypatch.setattr(torch, "_foreach_copy_", late)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of: None)
-
-    def do(self, action: Callable[[], Any]) -> None:
-        self.queue.append(action)
-        self.given += 1
-
-    def run(self, count: int | None = None) -> None:
-        for action in self.queue[:count]:
-            action()
-            self.ended += 1
-        self.queue = [] if count is None else self.queue[count:]
-
-    def event(self) -> Any:
-        device = self
-
-        class Event:
-            at = 0
-
-            def record(self, stream: object) -> None:
-                self.at = device.given
-
-            def query(self) -> bool:
-                return device.ended >= self.at
-
-        return Event()
 
     def staging(self, size: int) -> Staging:
         staging = Staging(CPU, size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
 from polyattn.runtime.step import uploads
@@ -18,13 +19,13 @@ from polyattn.runtime.step.uploads import PLACES, SHEETS, Pool, Upload, new_uplo
 LATER = torch.device("meta")  # which stands for an accelerator
 
 
-class Late(Pool):
+class Late(LateDevice, Pool):
     """Memory on the CPU, into which what was sent is copied when the test says so, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        super().__init__(0, 0)
-        self.device, self.queue = torch.device("cpu"), list[Callable[[], Any]]()
-        self.ended, self.queued, self.uploads = 0, 0, list[Upload]()
+        LateDevice.__init__(self)
+        Pool.__init__(self, 0, 0)
+        self.device, self.uploads = torch.device("cpu"), list[Upload]()
         self.current = True
         copy, device = torch.Tensor.copy_, self
 
@@ -40,27 +41,13 @@ class Late(Pool):
         self.uploads.append(self.take())
         return self.uploads[-1]
 
-    def do(self, action: Callable[[], Any]) -> None:
-        self.queue.append(action)
-        self.queued += 1
-
-    def run(self, count: int | None = None) -> None:
-        for action in self.queue[:count]:
-            action()
-            self.ended += 1
-        self.queue = [] if count is None else self.queue[count:]
-
     def is_current(self) -> bool:
         return self.current
 
     def _event(self) -> Any:
-        device, at = self, self.queued
-
-        class Event:
-            def query(self) -> bool:
-                return device.ended >= at
-
-        return Event()
+        event = self.event()
+        event.record(None)
+        return event
 
 
 @pytest.fixture
